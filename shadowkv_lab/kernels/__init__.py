@@ -1,0 +1,84 @@
+"""Who moves and attends: the torch reference, flashinfer, and the lab's own Triton kernels.
+
+Nothing here imports triton or flashinfer until one of their kernels is asked for.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from shadowkv_lab.batch import Batch
+from shadowkv_lab.errors import KernelUnavailable, UnknownName
+from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.kernels import reference
+
+BACKENDS = ("auto", "reference", "flashinfer_fa2", "flashinfer_fa3")
+
+
+class Attention(Protocol):
+    """One attention kernel: planned once for a batch, run once a layer."""
+
+    name: str
+
+    def plan(self, batch: Batch, heads: int, sm_scale: float, *, rank: int, rope: int) -> None:
+        """Prepare for a batch; may copy to the host and block, so it is no part of a step."""
+
+    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor):
+        """Attend over `kv` [S, row] into `out` [B, H, rank]; no host sync."""
+
+
+def attention(reads: str, device: torch.device, backend: str = "auto") -> Attention:
+    """The attention kernel for what a strategy reads ("bf16", "native_fp8" or "fused_fp8").
+
+    `backend` chooses who reads BF16. "auto" is flashinfer on a GPU and the reference on a CPU;
+    where flashinfer is missing, `KernelUnavailable` names the remedy instead of falling back.
+    """
+    if backend not in BACKENDS:
+        raise UnknownName("backend", backend, BACKENDS)
+    if reads == "fused_fp8":
+        return _triton("decode", device).FusedAttention()
+    if reads == "bf16" and (backend == "reference" or (backend, device.type) == ("auto", "cpu")):
+        return reference.ReferenceAttention()
+    flashinfer = importlib.import_module("shadowkv_lab.kernels.flashinfer")
+    variant = backend.removeprefix("flashinfer_")
+    return flashinfer.FlashInferAttention(variant, reads, device)
+
+
+def check(reads: str, device: torch.device, backend: str, geometry: Geometry, heads: int,
+          page_size: int) -> None:  # fmt: skip
+    """Raise before anything is allocated if the kernel that `attention` would give cannot run.
+
+    `BackendCannotRun` names the rule that fails, `KernelUnavailable` what is missing.
+    """
+    attention(reads, device, backend)  # its constructor looks for library, device and compiler
+
+
+def mover(name: str, device: torch.device) -> Callable:
+    """`cast`, `append` or `gather_cast` for a device: our Triton kernel, or torch without it."""
+    if triton_problem(device):
+        return getattr(reference, name)
+    return getattr(_triton(name, device), name)
+
+
+def _triton(module: str, device: torch.device):
+    if problem := triton_problem(device):
+        raise KernelUnavailable(
+            f"The Triton kernel {module!r} cannot run: {problem}",
+            "an NVIDIA GPU with triton installed",
+            "Choose another strategy, or run it on a GPU machine",
+        )
+    return importlib.import_module(f"shadowkv_lab.kernels.{module}")
+
+
+@cache
+def triton_problem(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device, or None."""
+    if device.type != "cuda":
+        return f"{device} is not a GPU"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    return None

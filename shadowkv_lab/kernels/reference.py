@@ -1,0 +1,92 @@
+"""The specification: every move and MLA decode attention, in plain torch, on any device.
+
+Each Triton kernel and each library kernel is tested against the functions here.
+"""
+
+import torch
+
+from shadowkv_lab.batch import Batch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # largest finite e4m3 value
+PRECISE = {torch.float32, torch.float64}
+
+
+def to_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as e4m3, saturating at +-448.
+
+    The clamp matters: torch itself saturates from 2.13 on only, and gives NaN before.
+    """
+    return rows.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def bits(rows: torch.Tensor) -> torch.Tensor:
+    """FP8 rows as uint8, for the index operations that FP8 lacks; other rows as they are."""
+    return rows.view(torch.uint8) if rows.dtype == FP8 else rows
+
+
+def append(rows: torch.Tensor, slots: torch.Tensor, fp8: torch.Tensor | None,
+           bf16: torch.Tensor | None, counters: torch.Tensor, exact: bool = True) -> None:  # fmt: skip
+    """Write `rows` [R, D] (BF16) to `slots` [R] (int64) of one layer's buffers [S, D].
+
+    With both buffers the BF16 one is the FP8 one's shadow: `bf16(fp8(row))` when `exact`, else
+    the row itself. `counters` (int32 [2]) gains the values clipped at +-448 and the NaN or Inf
+    values seen; no host sync, so a captured graph can run it.
+    """
+    if fp8 is None:
+        bf16.index_copy_(0, slots, rows)
+        counters[1:] += (~rows.isfinite()).sum().int()
+        return
+    finite = rows.isfinite()
+    counters += torch.stack([(rows.abs() > FP8_MAX).logical_and(finite).sum(), (~finite).sum()])
+    stored = to_fp8(rows)
+    bits(fp8).index_copy_(0, slots, bits(stored))
+    if bf16 is not None:
+        bf16.index_copy_(0, slots, stored.to(torch.bfloat16) if exact else rows)
+
+
+def cast(fp8: torch.Tensor, out: torch.Tensor) -> None:
+    """A whole layer's FP8 rows [S, D] to BF16: what `.to(q.dtype)` does, without allocating."""
+    out.copy_(fp8)
+
+
+def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+                gathered: torch.Tensor | None = None) -> None:  # fmt: skip
+    """`out[i] = bf16(fp8[slots[i]])`; `gathered` is optional FP8 scratch [L, D]."""
+    if gathered is None:
+        gathered = torch.empty(len(slots), fp8.shape[1], dtype=FP8, device=fp8.device)
+    torch.index_select(bits(fp8), 0, slots, out=bits(gathered))
+    out.copy_(gathered)
+
+
+def attend(q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, batch: Batch,
+           sm_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:  # fmt: skip
+    """MLA decode attention in its absorbed form, one query a request.
+
+    q_nope [B, H, rank], q_pe [B, H, rope], kv [S, rank + rope] of any dtype. Returns [B, H, rank]
+    in `dtype`: softmax((q_nope . c + q_pe . k_pe) * sm_scale) . c over each request's slots.
+    """
+    rank = q_nope.shape[-1]
+    q = torch.cat([q_nope, q_pe], -1).to(dtype)
+    out = torch.empty(*q_nope.shape, dtype=dtype, device=q.device)
+    offsets = batch.token_offsets()
+    for b, n in enumerate(batch.lens):
+        slots = batch.live_slots[offsets[b] : offsets[b] + n]
+        rows = bits(kv).index_select(0, slots).view(kv.dtype).to(dtype)
+        p = torch.softmax(q[b] @ rows.T * sm_scale, -1)
+        out[b] = p @ rows[:, :rank]
+    return out
+
+
+class ReferenceAttention:
+    """`attend` in float32 behind the interface that every attention kernel has."""
+
+    name = "reference"
+
+    def plan(self, batch: Batch, heads: int, sm_scale: float, **_: object) -> None:
+        """Remember the batch; nothing to prepare."""
+        self.batch, self.sm_scale = batch, sm_scale
+
+    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor):
+        """Attend over `kv` [S, row] into `out` [B, H, rank]."""
+        out.copy_(attend(q_nope, q_pe, kv, self.batch, self.sm_scale))

@@ -1,0 +1,49 @@
+"""The strategies, one file each, and how to name one: `parse("shadow(layers=26)")`."""
+
+import ast
+import re
+
+from shadowkv_lab.errors import BadSize, UnknownName
+from shadowkv_lab.strategies.base import Moves, Strategy
+from shadowkv_lab.strategies.bf16_pool import BF16Pool
+from shadowkv_lab.strategies.full_cast import FullCast
+from shadowkv_lab.strategies.gather_cast import GatherCast
+from shadowkv_lab.strategies.shadow import Shadow
+
+# A new strategy is one new file and one more name here; tables, figures and widgets follow.
+STRATEGIES: dict[str, type[Strategy]] = {
+    s.name: s for s in (FullCast, BF16Pool, Shadow, GatherCast)
+}
+
+__all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list"]
+
+
+def parse(text: "str | Strategy") -> Strategy:
+    """A strategy from its label, such as "full_cast" or "shadow(layers=26,mirror=original)"."""
+    if isinstance(text, Strategy):
+        return text
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
+    if not match or match[1] not in STRATEGIES:
+        raise UnknownName("strategy", match[1] if match else text, STRATEGIES)
+    options = {}
+    for option in filter(None, (match[2] or "").split(",")):
+        key, _, value = (part.strip() for part in option.partition("="))
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    kind = STRATEGIES[match[1]]
+    known = kind.__dataclass_fields__
+    if unknown := set(options) - set(known):
+        raise UnknownName(f"option of {match[1]}", unknown.pop(), known)
+    for key, value in options.items():
+        wanted = str if isinstance(known[key].default, str) else int | None
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise BadSize(f"{match[1]}({key}={value})", f"{key} as {known[key].type}")
+    return kind(**options)
+
+
+def parse_list(text: "str | list[str | Strategy]") -> list[Strategy]:
+    """Strategies from a comma-separated list; commas inside brackets belong to one of them."""
+    names = re.split(r",(?![^(]*\))", text) if isinstance(text, str) else text
+    return [parse(name) for name in names]

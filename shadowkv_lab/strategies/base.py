@@ -1,0 +1,92 @@
+"""What a strategy is: what it keeps, what it moves, and how its rows become readable."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from shadowkv_lab.batch import Batch
+from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.pool import Pool
+
+
+class Moves(NamedTuple):
+    """Bytes read plus bytes written, by phase."""
+
+    cast_bytes: int
+    attention_bytes: int
+    write_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.cast_bytes + self.attention_bytes + self.write_bytes
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to keep and read the pool; measurement and prediction use the same object.
+
+    A subclass sets `name`, `title`, `kinds` (what each layer keeps) and `reads` (what its
+    attention takes: "bf16", "native_fp8" or "fused_fp8"), and gives `moves` and, if attention
+    does not read the pool itself, `scratch_rows` and `cast`. P, L and R are the pool's slots,
+    the live tokens and the new tokens.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]] = ("fp8",)
+    reads: ClassVar[str] = "bf16"
+    compact: ClassVar[bool] = False  # attention reads gathered rows, live token i in row i
+    needs: ClassVar[str | None] = None  # kernel module without which it cannot run
+
+    @property
+    def label(self) -> str:
+        """The name with the options that are not defaults: what `parse` reads back."""
+        changed = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"{self.name}({','.join(changed)})" if changed else self.name
+
+    def at(self, layer: int) -> "Strategy":
+        """The strategy of one layer; itself unless layers differ."""
+        return self
+
+    def moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
+        """Bytes that one layer moves in one step."""
+        raise NotImplementedError
+
+    def scratch_rows(self, P: int, L: int) -> int:
+        """BF16 scratch rows, one buffer for all layers."""
+        return 0
+
+    def cast(self, pool: Pool, layer: int, batch: Batch, scratch: torch.Tensor) -> None:
+        """Make a layer's rows readable in `scratch` [scratch_rows, row]; no host sync."""
+
+    def readable(self, pool: Pool, layer: int, scratch: torch.Tensor | None) -> torch.Tensor:
+        """The rows that attention reads."""
+        if scratch is not None:
+            return scratch
+        return (pool.bf16 if self.reads == "bf16" else pool.fp8)[layer]
+
+    # What follows is the same for every strategy.
+
+    def storage(self, geometry: Geometry) -> list[tuple[str, ...]]:
+        """What each layer keeps, for `Pool`."""
+        return [self.at(layer).kinds for layer in range(geometry.layers)]
+
+    def token_bytes(self, geometry: Geometry) -> int:
+        """Bytes kept per token over all layers, without scratch and index keys."""
+        return sum(geometry.row_bytes("+".join(kinds)) for kinds in self.storage(geometry))
+
+    def step_moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
+        """Bytes that a whole step moves, all layers."""
+        layers = [self.at(i).moves(geometry, P, L, R) for i in range(geometry.layers)]
+        return Moves(*map(sum, zip(*layers, strict=True)))
+
+    def scratch_bytes(self, geometry: Geometry, P: int, L: int) -> int:
+        """Bytes of scratch that all layers share."""
+        kinds = {self.at(layer) for layer in range(geometry.layers)}
+        return sum(s.scratch_rows(P, L) for s in kinds) * geometry.row_bytes("bf16")
+
+
+def attention_bytes(geometry: Geometry, storage: str, L: int) -> int:
+    """Bytes that attention over L live rows reads; queries and outputs are left out."""
+    return geometry.row_bytes(storage) * L

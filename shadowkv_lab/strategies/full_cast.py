@@ -1,0 +1,31 @@
+"""Full cast: keep FP8, cast the whole pool to BF16 in every layer of every step."""
+
+from dataclasses import dataclass
+
+from shadowkv_lab.kernels import reference
+from shadowkv_lab.strategies.base import Moves, Strategy, attention_bytes
+
+
+@dataclass(frozen=True)
+class FullCast(Strategy):
+    """`get_key_buffer(layer).to(q.dtype)`, as SGLang's flashinfer_mla and fa3 backends read.
+
+    Use it as the baseline: it needs one layer of BF16 scratch and moves O(pool) bytes a step,
+    however few tokens are live. The cast is torch's own copy kernel.
+    """
+
+    name = "full_cast"
+    title = "full cast"
+
+    def moves(self, geometry, P, L, R):
+        return Moves(
+            (geometry.row_bytes("fp8") + geometry.row_bytes("bf16")) * P,
+            attention_bytes(geometry, "bf16", L),
+            geometry.row_bytes("fp8") * R,
+        )
+
+    def scratch_rows(self, P, L):
+        return P
+
+    def cast(self, pool, layer, batch, scratch):
+        reference.cast(pool.fp8[layer], scratch)

@@ -1,0 +1,85 @@
+"""One decode step of a strategy: all layers, each writes its new rows, then attends."""
+
+from collections.abc import Callable
+
+import torch
+
+from shadowkv_lab import kernels
+from shadowkv_lab.batch import Batch
+from shadowkv_lab.pool import Pool
+from shadowkv_lab.strategies.base import Strategy
+
+
+class DecodeStep:
+    """A strategy at work on one pool and batch: static buffers, no host sync in `step`.
+
+    Queries, new rows and outputs are each layer's own: `q_nope` [layers, B, H, rank], `q_pe`
+    [layers, B, H, rope], `rows` [layers, B, row], `out` [layers, B, H, rank], all BF16.
+    """
+
+    def __init__(self, strategy: Strategy, pool: Pool, batch: Batch, heads: int, *,
+                 backend: str = "auto", seed: int = 0):  # fmt: skip
+        geometry, device = pool.geometry, pool.device
+        self.strategy, self.pool, self.batch = strategy, pool, batch
+        self.layer_strategies = [strategy.at(layer) for layer in range(pool.layers)]
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def noise(*shape: int) -> torch.Tensor:
+            values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
+            return values.normal_(generator=generator)
+
+        B, rank, rope = batch.concurrency, geometry.kv_lora_rank, geometry.qk_rope_head_dim
+        self.q_nope, self.q_pe = noise(pool.layers, B, heads, rank), noise(pool.layers, B, heads, rope)
+        self.rows = noise(pool.layers, B, geometry.row)
+        self.out = torch.full_like(self.q_nope, float("nan"))
+        self.scratch: dict[Strategy, torch.Tensor] = {}
+        self.attention: dict[Strategy, kernels.Attention] = {}
+        for s in set(self.layer_strategies):
+            if count := s.scratch_rows(pool.pool_tokens + pool.page_size, batch.live_tokens):
+                self.scratch[s] = noise(count, geometry.row)
+            self.attention[s] = kernels.attention(s.reads, device, backend)
+        self.plan(heads)
+
+    def plan(self, heads: int) -> None:
+        """Plan every attention kernel for the batch (host work, once a batch)."""
+        geometry = self.pool.geometry
+        for s, attention in self.attention.items():
+            batch = self.batch.compact() if s.compact else self.batch
+            attention.plan(batch, heads, geometry.softmax_scale, rank=geometry.kv_lora_rank,
+                           rope=geometry.qk_rope_head_dim)  # fmt: skip
+
+    @property
+    def backend(self) -> str:
+        """Names of the attention kernels in use."""
+        return "+".join(sorted({a.name for a in self.attention.values()}))
+
+    def write(self, layer: int) -> None:
+        """Write the layer's new rows to every buffer it keeps."""
+        self.pool.write_unchecked(layer, self.batch.new_slots, self.rows[layer])
+
+    def cast(self, layer: int) -> None:
+        """Make the layer's rows readable, if attention cannot read the pool itself."""
+        s = self.layer_strategies[layer]
+        if s in self.scratch:
+            s.cast(self.pool, layer, self.batch, self.scratch[s])
+
+    def attend(self, layer: int) -> None:
+        """Attend over the layer's readable rows into `out[layer]`."""
+        s = self.layer_strategies[layer]
+        rows = s.readable(self.pool, layer, self.scratch.get(s))
+        self.attention[s].run(self.q_nope[layer], self.q_pe[layer], rows, self.out[layer])
+
+    def run(self, *phases: str, mark: Callable[[str], object] | None = None) -> None:
+        """Run phases ("write", "cast", "attend") layer by layer; all three are the step.
+
+        `mark(phase)` is called behind each phase of each layer.
+        """
+        for layer in range(self.pool.layers):
+            for phase in phases:
+                getattr(self, phase)(layer)
+                if mark:
+                    mark(phase)
+
+    def step(self) -> None:
+        """The whole decode step."""
+        self.run("write", "cast", "attend")
