@@ -17,7 +17,7 @@ class LabError(Exception):
         if allowed:
             parts.append(f"Allowed: {allowed.rstrip('.')}.")
         if remedy:
-            parts.append(remedy.rstrip(".") + ".")
+            parts.append(remedy if remedy.endswith(("?", ".")) else remedy + ".")
         super().__init__(" ".join(parts))
 
 
@@ -29,7 +29,7 @@ class UnknownName(LabError):
         near = difflib.get_close_matches(str(name).lower(), [k.lower() for k in known], 1, 0.4)
         nearest = next((k for k in known if near and k.lower() == near[0]), None)
         hint = f"Did you mean {nearest!r}? " if nearest else ""
-        super().__init__(f"Unknown {kind} {name!r}", ", ".join(known), hint + remedy)
+        super().__init__(f"Unknown {kind} {name!r}", ", ".join(known), (hint + remedy).strip())
 
 
 class NotMLA(LabError):
@@ -78,3 +78,19 @@ class WrongResult(LabError):
 
 class BadRecord(LabError):
     """A line or file of recorded runs that cannot be read."""
+
+
+class BudgetDoesNotFit(LabError):
+    """A memory budget that leaves nothing for the KV cache, whatever the strategy."""
+
+
+class BadLog(LabError):
+    """A text that is no start-up log of an engine the lab can read."""
+
+
+class NoPrediction(LabError):
+    """A step time that no recorded run bears on, not even by analogy."""
+
+
+class RestIsNegative(LabError):
+    """TPOTs whose rest would be negative: the cast alone is longer than the step."""
