@@ -201,8 +201,8 @@ def test_an_installed_version_newer_than_those_read_keeps_the_newest_rules():
 
 
 def test_version_order():
-    versions = ["0.6.7", "0.6.7.post2", "0.6.8", "0.6.18", "0.7.0"]
-    assert sorted(reversed(versions), key=rules._key) == versions
+    versions = ["0.7.0", "0.6.18", "0.6.8", "0.6.7.post2", "0.6.7"]
+    assert sorted(versions, key=rules._key) == versions[::-1]
     assert rules._key("0.6.18+cu130") == rules._key("0.6.18")
 
 
