@@ -94,3 +94,11 @@ class NoPrediction(LabError):
 
 class RestIsNegative(LabError):
     """TPOTs whose rest would be negative: the cast alone is longer than the step."""
+
+
+class BadTrace(LabError):
+    """Request traffic with broken times or lengths, or a trace file that cannot be read."""
+
+
+class CannotBeServed(LabError):
+    """Traffic that asks for more prompt tokens/s than prefill makes, whatever the strategy."""
