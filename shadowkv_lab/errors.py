@@ -102,3 +102,23 @@ class BadTrace(LabError):
 
 class CannotBeServed(LabError):
     """Traffic that asks for more prompt tokens/s than prefill makes, whatever the strategy."""
+
+
+class BadTensorFile(LabError):
+    """A safetensors, pool or snapshot file that is truncated, foreign, or of another schema."""
+
+
+class BadCheckpoint(LabError):
+    """A checkpoint folder without a shard, a tensor or a tokenizer that its own files promise."""
+
+
+class UnsupportedQuantisation(LabError):
+    """Weights in a quantisation that the lab does not read; the message names it."""
+
+
+class GeometryMismatch(LabError):
+    """Rows of one geometry where another is expected."""
+
+
+class CannotWrite(LabError):
+    """A file that could not be written whole; what was there before is still there."""
