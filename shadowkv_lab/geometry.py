@@ -158,7 +158,9 @@ def from_config(config: dict, name: str, source: str) -> Geometry:
             "configs with kv_lora_rank and qk_rope_head_dim (DeepSeek-V2/V3, GLM-5, Kimi-K2, ...)",
         )
     values = {ours: _size(name, theirs, config[theirs], 1) for ours, theirs in sizes.items()}
-    values |= {ours: _size(name, field, config.get(field) or 0, 0) for ours, field in extras.items()}
+    values |= {
+        ours: _size(name, field, config.get(field) or 0, 0) for ours, field in extras.items()
+    }
     return Geometry(
         name=name,
         mscale=_mscale(config),

@@ -143,8 +143,8 @@ def nvml():
 def nvml_handle(lib, device: str | torch.device):
     """NVML's handle of a torch CUDA device, found by PCI bus id (the two count differently)."""
     properties = torch.cuda.get_device_properties(torch.device(device))
-    bus = f"{properties.pci_domain_id:08X}:{properties.pci_bus_id:02X}:{properties.pci_device_id:02X}.0"
-    return lib.nvmlDeviceGetHandleByPciBusId(bus.encode())
+    p = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    return lib.nvmlDeviceGetHandleByPciBusId("{:08X}:{:02X}:{:02X}.0".format(*p).encode())
 
 
 def holders(device: str | torch.device) -> list[Holder]:
@@ -204,7 +204,16 @@ def version_of(package: str) -> str | None:
 def git_revision() -> str:
     """The checkout's revision, with `-dirty` where tracked files differ; "unknown" outside git."""
     root = Path(__file__).resolve().parents[1]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

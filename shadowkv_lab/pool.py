@@ -42,7 +42,9 @@ class SlotAllocator:
         self.pool_tokens, self.page_size = pool_tokens, page_size
         pages = pool_tokens // page_size
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randperm(pages, generator=generator) if order == "random" else torch.arange(pages)
+        ids = (
+            torch.randperm(pages, generator=generator) if order == "random" else torch.arange(pages)
+        )
         self._free = (ids + 1).flip(0)  # a stack: its end is handed out first
         self._top = pages
         self.used = torch.zeros(pages + 1, dtype=torch.bool)
@@ -89,9 +91,12 @@ class SlotAllocator:
             bad = ~self.used[slots // self.page_size]
         if bad.any():
             slot = int(slots[bad][0])
-            why = "out of range" if slot < 0 or slot >= self.pool_tokens + self.page_size else (
-                "in the dummy page" if slot < self.page_size else "not allocated (freed, or never held)"
-            )  # fmt: skip
+            if slot < 0 or slot >= self.pool_tokens + self.page_size:
+                why = "out of range"
+            elif slot < self.page_size:
+                why = "in the dummy page"
+            else:
+                why = "not allocated (freed, or never held)"
             raise BadSlots(
                 f"Cannot {action} slot {slot}: it is {why}",
                 f"allocated slots from {self.page_size} to {self.pool_tokens + self.page_size - 1}",
@@ -192,7 +197,7 @@ class Pool:
     def load(self, slots: torch.Tensor, saved: SavedRows) -> None:
         """Restore saved rows to `slots`, bit for bit; shadows are rebuilt from the FP8 rows."""
         self.allocator.check(slots, "load")
-        for rows, fp8, bf16 in zip(saved.rows, self.fp8, self.bf16, strict=True):
+        for rows, fp8 in zip(saved.rows, self.fp8, strict=True):
             wanted = (len(slots), self.geometry.row), torch.bfloat16 if fp8 is None else FP8
             if (tuple(rows.shape), rows.dtype) != wanted:
                 raise BadRows(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")

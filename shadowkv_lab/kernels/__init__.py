@@ -12,9 +12,10 @@ from typing import Protocol
 import torch
 
 from shadowkv_lab.batch import Batch
-from shadowkv_lab.errors import KernelUnavailable, UnknownName
+from shadowkv_lab.errors import BackendCannotRun, KernelUnavailable, UnknownName
 from shadowkv_lab.geometry import Geometry
-from shadowkv_lab.kernels import reference
+from shadowkv_lab.hardware import version_of
+from shadowkv_lab.kernels import reference, rules
 
 BACKENDS = ("auto", "reference", "flashinfer_fa2", "flashinfer_fa3")
 
@@ -54,7 +55,26 @@ def check(reads: str, device: torch.device, backend: str, geometry: Geometry, he
 
     `BackendCannotRun` names the rule that fails, `KernelUnavailable` what is missing.
     """
-    attention(reads, device, backend)  # its constructor looks for library, device and compiler
+    kernel = attention(reads, device, backend)  # its constructor looks for library and device
+    if kernel.name == "reference":
+        return
+    rule_name = {"fused_fp8": "lab_fused_fp8", "native_fp8": "flashinfer_native_fp8"}
+    serving = rules.Serving(
+        compute_capability=torch.cuda.get_device_capability(device),
+        kv_dtype="bf16" if reads == "bf16" else "fp8_e4m3",
+        heads=heads,
+        page_size=page_size,
+        qk_nope_head_dim=geometry.qk_nope_head_dim,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        dsa=geometry.dsa,
+    )
+    installed = {"flashinfer": version} if (version := version_of("flashinfer-python")) else None
+    if failed := rules.check(rule_name.get(reads, kernel.name), serving, installed):
+        raise BackendCannotRun(
+            f"{kernel.name} cannot serve {geometry.name} here: {failed[0]}",
+            remedy=failed[0].remedy or "shadowkv rules shows who can",
+        )
 
 
 def mover(name: str, device: torch.device) -> Callable:

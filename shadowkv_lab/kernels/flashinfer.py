@@ -31,7 +31,8 @@ class FlashInferAttention:
     def __init__(self, variant: str, reads: str, device: torch.device):
         if device.type != "cuda":
             raise KernelUnavailable(
-                f"flashinfer needs an NVIDIA GPU, this is {device}", remedy="Use --backend reference"
+                f"flashinfer needs an NVIDIA GPU, this is {device}",
+                remedy="Use --backend reference",
             )
         self.flashinfer = library()
         if variant == "auto":

@@ -26,7 +26,8 @@ def bits(rows: torch.Tensor) -> torch.Tensor:
 
 
 def append(rows: torch.Tensor, slots: torch.Tensor, fp8: torch.Tensor | None,
-           bf16: torch.Tensor | None, counters: torch.Tensor, exact: bool = True) -> None:  # fmt: skip
+           bf16: torch.Tensor | None, counters: torch.Tensor,
+           exact: bool = True) -> None:  # fmt: skip
     """Write `rows` [R, D] (BF16) to `slots` [R] (int64) of one layer's buffers [S, D].
 
     With both buffers the BF16 one is the FP8 one's shadow: `bf16(fp8(row))` when `exact`, else

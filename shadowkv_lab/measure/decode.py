@@ -1,13 +1,12 @@
 """Decode steps measured: each strategy in turn, phases and whole, and checked before reported."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from shadowkv_lab import hardware, kernels
+from shadowkv_lab import kernels
 from shadowkv_lab.errors import WrongResult
 from shadowkv_lab.geometry import Geometry
 from shadowkv_lab.kernels import reference
@@ -111,8 +110,10 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
     L = max((c * n for c, n in loads), default=0)
     R = max((c for c, _ in loads), default=0)
     queries = geometry.layers * R * bench.heads * 2 * 2 * geometry.row
+    fixed = strategy.scratch_bytes(geometry, 0, L)  # what does not grow with the pool
+    a_token = strategy.scratch_bytes(geometry, 1, L) - fixed
     check_fits(geometry, P, strategy.storage(geometry), bench.page_size, device,
-               extra_bytes=strategy.scratch_bytes(geometry, P, L) + queries)  # fmt: skip
+               extra_bytes=fixed + queries, extra_token_bytes=a_token)  # fmt: skip
 
 
 def make_pool(bench: Bench, strategy: Strategy, pool_tokens: int) -> Pool:
@@ -132,7 +133,9 @@ def _measure_load(bench: Bench, strategy: Strategy, pool: Pool, concurrency: int
     device = bench.device
     batch = pool.batch(concurrency, context)
     step = DecodeStep(strategy, pool, batch, bench.heads, backend=bench.backend, seed=bench.seed)
-    plan = timing.sample(lambda: step.plan(bench.heads), torch.device("cpu"), max_samples=3, warmup=1)
+    plan = timing.sample(
+        lambda: step.plan(bench.heads), torch.device("cpu"), max_samples=3, warmup=1
+    )
     try:
         for mode in bench.modes if device.type == "cuda" else ("eager",):
             whole, parts = _times(bench, step, mode)
@@ -168,8 +171,10 @@ def _times(bench: Bench, step: DecodeStep, mode: str) -> tuple[_Whole, dict[str,
     """Whole-step timing and the median ms of each phase."""
 
     def sample(fn: Callable[[], object]) -> timing.Timing:
-        return timing.sample(fn, bench.device, before=step.batch.advance, min_samples=5, warmup=1,
-                             budget_s=bench.budget_s, cancelled=bench._stop_if_cancelled)  # fmt: skip
+        return timing.sample(
+            fn, bench.device, before=step.batch.advance, min_samples=5, warmup=1,
+            budget_s=bench.budget_s, cancelled=bench._stop_if_cancelled,
+        )  # fmt: skip
 
     if mode == "eager":
         parts = timing.sample_phases(step.run, PHASES, bench.device, before=step.batch.advance)
@@ -205,7 +210,9 @@ def check_output(step: DecodeStep, run: Callable[[], object], seed: int) -> floa
     for layer in torch.randperm(pool.layers, generator=generator)[:CHECKED_LAYERS].tolist():
         kept = pool.fp8[layer] if pool.bf16[layer] is None else pool.bf16[layer]
         ours = pool.fp8[layer] if pool.fp8[layer] is not None else kept
-        wanted = step.rows[layer] if ours.dtype == torch.bfloat16 else reference.to_fp8(step.rows[layer])
+        wanted = (
+            step.rows[layer] if ours.dtype == torch.bfloat16 else reference.to_fp8(step.rows[layer])
+        )
         if not torch.equal(bits(ours)[batch.new_slots], bits(wanted)):
             raise WrongResult(f"{step.strategy.label}: layer {layer} lacks its new rows")
         exact = reference.attend(step.q_nope[layer], step.q_pe[layer], kept, batch,

@@ -65,7 +65,8 @@ def _timed(fn: Callable[[], object], device: torch.device) -> float:
 
 
 def sample_phases(run: Callable[..., object], phases: tuple[str, ...], device: torch.device, *,
-                  before: Callable[[int], object], samples: int = 3) -> dict[str, float]:  # fmt: skip
+                  before: Callable[[int], object],
+                  samples: int = 3) -> dict[str, float]:  # fmt: skip
     """Median ms of each phase inside eager steps; `run(*phases, mark=...)` marks each one's end."""
     collected: dict[str, list[float]] = {phase: [] for phase in phases}
     for i in range(samples + 1):
@@ -134,6 +135,4 @@ def measure_bandwidth(device: torch.device) -> Bandwidth:
     target = torch.empty_like(source)
     copy = sample(lambda: target.copy_(source), device, max_samples=20)
     read = sample(lambda: source.sum(), device, max_samples=20)
-    return Bandwidth(
-        2 * source.nbytes / copy.median_ms / 1e6, source.nbytes / read.median_ms / 1e6
-    )
+    return Bandwidth(2 * source.nbytes / copy.median_ms / 1e6, source.nbytes / read.median_ms / 1e6)

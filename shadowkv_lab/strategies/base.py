@@ -42,7 +42,9 @@ class Strategy:
     @property
     def label(self) -> str:
         """The name with the options that are not defaults: what `parse` reads back."""
-        changed = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        changed = [
+            f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
+        ]
         return f"{self.name}({','.join(changed)})" if changed else self.name
 
     def at(self, layer: int) -> "Strategy":

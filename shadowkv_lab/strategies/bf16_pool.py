@@ -17,6 +17,4 @@ class BF16Pool(Strategy):
     kinds = ("bf16",)
 
     def moves(self, geometry, P, L, R):
-        return Moves(
-            0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("bf16") * R
-        )
+        return Moves(0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("bf16") * R)

@@ -36,6 +36,4 @@ class Shadow(Strategy):
         return Shadow(mirror=self.mirror) if shadowed else FullCast()
 
     def moves(self, geometry, P, L, R):
-        return Moves(
-            0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("fp8+bf16") * R
-        )
+        return Moves(0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("fp8+bf16") * R)

@@ -29,7 +29,10 @@ class DecodeStep:
             return values.normal_(generator=generator)
 
         B, rank, rope = batch.concurrency, geometry.kv_lora_rank, geometry.qk_rope_head_dim
-        self.q_nope, self.q_pe = noise(pool.layers, B, heads, rank), noise(pool.layers, B, heads, rope)
+        self.q_nope, self.q_pe = (
+            noise(pool.layers, B, heads, rank),
+            noise(pool.layers, B, heads, rope),
+        )
         self.rows = noise(pool.layers, B, geometry.row)
         self.out = torch.full_like(self.q_nope, float("nan"))
         self.scratch: dict[Strategy, torch.Tensor] = {}

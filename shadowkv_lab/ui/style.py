@@ -35,7 +35,9 @@ def title(label: str) -> str:
 def figure(heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = False,
            height: int = HEIGHT) -> go.Figure:  # fmt: skip
     """An empty figure in the house style. `heading` states the finding; axes carry units."""
-    axis = dict(showline=True, linecolor="#888", gridcolor="#e6e6e6", zeroline=False, ticks="outside")
+    axis = dict(
+        showline=True, linecolor="#888", gridcolor="#e6e6e6", zeroline=False, ticks="outside"
+    )
     fig = go.Figure()
     fig.update_layout(
         title=dict(text=heading, font=dict(size=16), x=0, xref="paper", xanchor="left"),

@@ -1,0 +1,44 @@
+# One command from a bare checkout: `make reproduce`, `make test` or `make lab` sets up what it needs.
+comma := ,
+PY    ?= python3
+VENV  ?= .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# flashinfer and the GPU's own libraries only where there is an NVIDIA GPU.
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+EXTRAS  := lab,test$(if $(HAS_GPU),$(comma)gpu)
+# Options for pip, such as the address of the wheel index that you use.
+PIP_OPTIONS ?=
+
+.PHONY: setup lab reproduce test gpu-test lock lint
+
+reproduce: setup
+	$(BIN)/shadowkv reproduce
+
+test: setup
+	$(BIN)/python -m pytest
+
+lab: setup
+	$(BIN)/jupyter lab
+
+# On a GPU machine: the tests that need a GPU, and a record of how they went.
+gpu-test: setup
+	$(BIN)/python -m pytest -m gpu --gpu-record
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -c constraints.txt -e '.[$(EXTRAS)]'
+	mkdir -p $(VENV)/share/jupyter/lab/settings
+	printf '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}\n' > $(VENV)/share/jupyter/lab/settings/overrides.json
+	touch $@
+
+# The tested set: everything but torch's own companions, which torch pins itself.
+lock: setup
+	$(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia-|cuda-)' > constraints.txt
+	echo 'torch==2.13.0' >> constraints.txt

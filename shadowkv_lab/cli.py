@@ -1,0 +1,192 @@
+"""`shadowkv`: the lab's functions without a browser."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shadowkv_lab.errors import BadSize, LabError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console()
+
+Model = Annotated[str, typer.Option(help="A model of data/models, or the path of a config.json.")]
+Device = Annotated[str | None, typer.Option(help="cuda:0, cpu, ...; the freest GPU if left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+def main() -> None:
+    """Run the command line; a named error becomes one line and exit status 2."""
+    try:
+        app()
+    except LabError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+def integers(text: str, what: str) -> list[int]:
+    """Whole numbers from a comma-separated list; raises `BadSize`."""
+    try:
+        values = [int(part.replace("_", "")) for part in text.split(",")]
+    except ValueError:
+        raise BadSize(f"{what} {text!r}", "whole numbers, separated by commas") from None
+    if any(value < 1 for value in values):
+        raise BadSize(f"{what} {text!r}", "1 or more")
+    return values
+
+
+def show(rows: Iterable[dict], columns: dict[str, str], heading: str = "") -> None:
+    """Print rows as a table; `columns` maps a key to its heading."""
+    table = Table(title=heading or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    rows = list(rows)
+    for key, head in columns.items():
+        number = all(isinstance(row[key], int | float) for row in rows)
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(_cell(row[key])) for key in columns))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-2 else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+@app.command()
+def doctor(model: Model = "glm-5", tensor_parallel: int = 8, device: Device = None,
+           as_json: AsJson = False) -> None:  # fmt: skip
+    """Say which GPU is here, what will run on it, what not, and the remedy."""
+    from shadowkv_lab import doctor
+
+    findings = doctor.examine(model, tensor_parallel, device)
+    if as_json:
+        typer.echo(json.dumps([f._asdict() for f in findings], indent=1))
+        return
+    names = dict(what="", state="", finding="finding", remedy="remedy")
+    show((f._asdict() for f in findings), names)
+
+
+@app.command()
+def rules(
+    model: Model = "glm-5",
+    gpu: Annotated[str, typer.Option(help="A card of data/gpus.")] = "rtx-pro-6000-workstation",
+    kv_dtype: Annotated[str, typer.Option(help="bf16, fp8_e4m3 or packed_656.")] = "fp8_e4m3",
+    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    page_size: int = 64,
+    as_of: Annotated[str | None, typer.Option(help="A day or month, such as 2026-02.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which attention backends can serve a model on a GPU, which not, and by which rule."""
+    from shadowkv_lab import geometry, hardware
+    from shadowkv_lab.kernels import rules
+
+    shape = geometry.load(model)
+    table = rules.compatibility(rules.Serving(
+        compute_capability=hardware.card(gpu).compute_capability, kv_dtype=kv_dtype,
+        heads=heads or shape.heads_per_gpu(8), page_size=page_size, dsa=shape.dsa,
+        qk_nope_head_dim=shape.qk_nope_head_dim, kv_lora_rank=shape.kv_lora_rank,
+        qk_rope_head_dim=shape.qk_rope_head_dim,
+    ), as_of)  # fmt: skip
+    if as_json:
+        typer.echo(table.to_json(orient="records", indent=1))
+        return
+    rows = table.fillna("").to_dict("records")
+    for row in rows:
+        changed = f" Runs with {row['runs_if']}." if row["runs_if"] else ""
+        row["why"] = f"{row['why_not']}{changed} [{row['library']}]".strip()
+    show(rows, dict(backend="backend", runs="runs", why="why, and by which release"))
+
+
+@app.command()
+def measure(
+    model: Model = "glm-5",
+    pool_tokens: Annotated[str, typer.Option(help="Slots; several: 65536,495616.")] = "495616",
+    concurrency: Annotated[str, typer.Option(help="Running requests; several: 1,8.")] = "1",
+    context: Annotated[
+        str, typer.Option(help="Live tokens a request; several: 1024,8192.")
+    ] = "1024",
+    strategies: Annotated[
+        str, typer.Option(help="Such as full_cast,shadow(layers=26); or all.")
+    ] = "full_cast,bf16_pool,shadow,gather_cast",
+    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    device: Device = None,
+    backend: Annotated[
+        str, typer.Option(help="auto, reference, flashinfer_fa2, flashinfer_fa3")
+    ] = "auto",
+    page_size: int = 1,
+    order: Annotated[str, typer.Option(help="Slot order: random or contiguous.")] = "random",
+    modes: Annotated[str, typer.Option(help="On a GPU: graph,eager.")] = "graph,eager",
+    pool_file: Annotated[Path | None, typer.Option(help="Rows from a pool file.")] = None,
+    seed: int = 0,
+    record: Annotated[Path | None, typer.Option(help="Add each run to this JSONL file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure decode steps of each strategy on this machine, and check their outputs."""
+    from shadowkv_lab import geometry, hardware
+    from shadowkv_lab.measure import decode, records
+    from shadowkv_lab.strategies import STRATEGIES, parse_list
+
+    shape = geometry.load(model)
+    loads = [
+        (c, n) for c in integers(concurrency, "concurrency") for n in integers(context, "context")
+    ]
+    bench = decode.Bench(
+        shape, heads or shape.heads_per_gpu(8), hardware.as_device(device), backend=backend,
+        page_size=page_size, order=order, seed=seed, modes=tuple(modes.split(",")),
+    )  # fmt: skip
+    if pool_file:
+        from shadowkv_lab.sources import poolfile
+
+        bench = dataclasses.replace(bench, fill=poolfile.filler(pool_file), source=pool_file.name)
+    chosen = parse_list(list(STRATEGIES) if strategies == "all" else strategies)
+    runs = []
+    with progress(quiet=as_json) as report:
+        bench = dataclasses.replace(bench, progress=report)
+        for run in decode.measure(bench, chosen, integers(pool_tokens, "pool-tokens"), loads):
+            runs.append(dataclasses.asdict(run))
+            if record:
+                records.append(record, run)
+    if as_json:
+        typer.echo(json.dumps(runs, indent=1))
+        return
+    for run in runs:
+        run["kept_gib"] = run["kept_bytes"] / 2**30
+        run["load"] = f"{run['concurrency']} x {run['context']:,}"
+    console.print(
+        f"{shape.name}, {runs[0]['heads']} heads, on {runs[0]['origin']['device']}: measured"
+    )
+    show(runs, dict(
+        strategy="strategy", mode="mode", pool_tokens="pool", load="load", step_ms="step ms",
+        cast_ms="cast", attention_ms="attend", write_ms="write", residual_ms="resid.",
+        kept_gib="GiB", error="error",
+    ))  # fmt: skip
+
+
+class progress:
+    """A progress bar with the time left, called with (text, share done); silent if `quiet`."""
+
+    def __init__(self, quiet: bool):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+    def __enter__(self):
+        self.bar.start()
+        self.task = self.bar.add_task("", total=1.0)
+        return lambda text, done: self.bar.update(self.task, description=text, completed=done)
+
+    def __exit__(self, *_):
+        self.bar.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The set-up files agree with each other, and importing the lab stays light."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> set[str]:
+    extras = PROJECT["optional-dependencies"].values()
+    return {*PROJECT["dependencies"], *(r for extra in extras for r in extra)}
+
+
+def test_environment_yml_has_the_packages_of_pyproject():
+    lines = [x.strip() for x in (ROOT / "environment.yml").read_text().splitlines()]
+    listed = {x[3:-1] for x in lines if x.startswith('- "')}
+    assert listed == requirements() | {"-e ."}
+    assert f"- python{PROJECT['requires-python']}" in lines
+
+
+def test_constraints_pin_what_is_required_and_no_address():
+    pins = (ROOT / "constraints.txt").read_text().split()
+    assert "torch==2.13.0" in pins
+    assert all("==" in pin and "@" not in pin and "/" not in pin for pin in pins)
+    pinned = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
+    own = {"triton", "flashinfer-python", "ninja", "nvidia-ml-py", "nvidia-cutlass-dsl"}
+    for requirement in requirements():
+        name = requirement.split(">")[0].split("[")[0].lower().replace("_", "-")
+        assert name in pinned | own, f"{name} is required and not pinned"
+
+
+@pytest.mark.parametrize(
+    "module", ["triton", "flashinfer", "plotly", "IPython", "transformers", "pandas"]
+)
+def test_importing_the_package_brings_no(module):
+    code = (
+        f"import sys, shadowkv_lab, shadowkv_lab.strategies; assert {module!r} not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_import_downwards_only():
+    """DESIGN: geometry, hardware -> pool, kernels -> strategies -> measure | predict -> ui."""
+    order = ["errors", "data", "geometry", "hardware", "batch", "kernels", "pool", "sources",
+             "strategies", "measure", "accuracy", "predict", "serving", "sglang", "doctor", "ui",
+             "cli", "__main__"]  # fmt: skip
+    for path in (ROOT / "shadowkv_lab").rglob("*.py"):
+        place = path.relative_to(ROOT / "shadowkv_lab").parts[0].removesuffix(".py")
+        if place == "__init__":
+            continue
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if (
+                len(words) > 1
+                and words[0] in ("from", "import")
+                and words[1].startswith("shadowkv_lab")
+            ):
+                parts = words[1].split(".")
+                names = parts[1:2] or [n.strip(",") for n in words[3:]]
+                for name in names:
+                    if name in order:
+                        assert order.index(name) <= order.index(place), (
+                            f"{path.name}: {line.strip()}"
+                        )

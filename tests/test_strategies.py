@@ -1,0 +1,230 @@
+"""Every strategy over one matrix: bytes by formula, names, outputs against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowkv_lab import geometry, kernels
+from shadowkv_lab.errors import BadSize, LabError, UnknownName
+from shadowkv_lab.kernels import reference
+from shadowkv_lab.pool import Pool
+from shadowkv_lab.sources import synthetic
+from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
+from shadowkv_lab.strategies.step import DecodeStep
+
+P, L, R = 495_616, 8_192, 4
+
+# DESIGN section 3, written out: what each strategy keeps (B/token/layer) and moves (B/layer).
+BYTES = {
+    "full_cast": (576, 1728 * P, 1152 * L, 576 * R),
+    "vector_cast": (576, 1728 * P, 1152 * L, 576 * R),
+    "bf16_pool": (1152, 0, 1152 * L, 1152 * R),
+    "shadow": (1728, 0, 1152 * L, 1728 * R),
+    "gather_cast": (576, 1728 * L, 1152 * L, 576 * R),
+    "native_fp8": (576, 0, 576 * L, 576 * R),
+    "fused_fp8": (576, 0, 576 * L, 576 * R),
+}
+
+
+def runnable(name: str, device: torch.device) -> bool:
+    """Whether a strategy's kernels are on this machine; flashinfer's own FP8 is SM90 only."""
+    try:
+        kernels.attention(parse(name).reads, device)
+        return not (parse(name).needs and kernels.triton_problem(device))
+    except LabError:
+        return False
+
+
+def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, tokens=256, mirror=None):
+    strategy = parse(name)
+    pool = Pool(
+        tiny, tokens, strategy.storage(tiny), device=device, order="random", page_size=page_size,
+        mirror=getattr(strategy, "mirror", "exact"), append=kernels.mover("append", device),
+    )  # fmt: skip
+    synthetic.fill(pool, seed=3)
+    return DecodeStep(strategy, pool, pool.batch(concurrency, context), heads=8)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_of_every_strategy(name):
+    glm, strategy = geometry.load("glm-5"), parse(name)
+    kept, cast, attention, write = BYTES[name]
+    assert strategy.token_bytes(glm) == 78 * kept
+    assert tuple(strategy.moves(glm, P, L, R)) == (cast, attention, write)
+    assert tuple(strategy.step_moves(glm, P, L, R)) == (78 * cast, 78 * attention, 78 * write)
+
+
+def test_published_traffic():
+    """856.4 MB a layer and 66.8 GB a step in the case; 226.5 MB and 13.82 GB in sglang #35291."""
+    glm, r1 = geometry.load("glm-5"), geometry.load("deepseek-r1")
+    full = parse("full_cast")
+    assert full.moves(glm, P, 1, 1).cast_bytes / 1e6 == pytest.approx(856.4, abs=0.05)
+    assert full.step_moves(glm, P, 1, 1).cast_bytes / 1e9 == pytest.approx(66.8, abs=0.05)
+    assert full.moves(r1, 131_072, 1, 1).cast_bytes / 1e6 == pytest.approx(226.5, abs=0.05)
+    assert full.step_moves(r1, 131_072, 1, 1).cast_bytes / 1e9 == pytest.approx(13.82, abs=0.005)
+
+
+def test_a_shadow_of_some_layers_is_full_cast_in_the_others():
+    glm, partly = geometry.load("glm-5"), parse("shadow(layers=26)")
+    assert partly.token_bytes(glm) == 26 * 1728 + 52 * 576
+    assert partly.step_moves(glm, P, L, R).cast_bytes == 52 * 1728 * P
+    assert partly.scratch_bytes(glm, P, L) == 1152 * P
+    assert parse("shadow").scratch_bytes(glm, P, L) == 0
+    assert parse("shadow(layers=0)").step_moves(glm, P, L, R) == parse("full_cast").step_moves(
+        glm, P, L, R
+    )
+
+
+def test_names():
+    for text in ("full_cast", "shadow(layers=26)", "shadow(layers=26,mirror=original)"):
+        assert parse(text).label == text
+    assert [s.label for s in parse_list("shadow(layers=26,mirror=original),full_cast")] == [
+        "shadow(layers=26,mirror=original)", "full_cast",
+    ]  # fmt: skip
+    assert parse(" shadow ( layers = 26 ) ").layers == 26
+    with pytest.raises(UnknownName, match="Did you mean 'shadow'"):
+        parse("shdow")
+    with pytest.raises(UnknownName, match="option of shadow 'layer'"):
+        parse("shadow(layer=3)")
+    for wrong in (
+        "shadow(layers=x)",
+        "shadow(layers=-1)",
+        "shadow(mirror=rough)",
+        "shadow(layers=True)",
+    ):
+        with pytest.raises(BadSize):
+            parse(wrong)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("name", [*STRATEGIES, "shadow(layers=1)", "shadow(mirror=original)"])
+def test_output_against_float64(tiny, name, device, page_size):
+    """The worst (request, head) of every layer, over the rows that the strategy stores."""
+    if not runnable(name, device):
+        pytest.skip(f"{name} cannot run on {device.type}")
+    step = step_of(tiny, name, device, page_size=page_size, context=70, tokens=1024)
+    step.batch.advance(1)
+    step.step()
+    for layer in range(2):
+        stored = (
+            step.pool.bf16[layer] if step.pool.bf16[layer] is not None else step.pool.fp8[layer]
+        )
+        exact = by_hand(step, layer, stored)
+        error = (step.out[layer].double().cpu() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert error.max() < 6e-3, "BF16 output and probabilities"
+
+
+def by_hand(step, layer, stored):
+    """Float64 attention written out head by head, over the page table."""
+    batch, scale = step.batch, 256**-0.5
+    out = torch.empty(step.out[layer].shape, dtype=torch.float64)
+    rows = stored.double().cpu()
+    for b, n in enumerate(batch.lens):
+        pages = batch.pages[batch.indptr[b] : batch.indptr[b + 1]].long().cpu()
+        slots = [
+            int(pages[t // batch.page_size]) * batch.page_size + t % batch.page_size
+            for t in range(n)
+        ]
+        latent, rope = rows[slots, :512], rows[slots, 512:]
+        for h in range(out.shape[1]):
+            scores = latent @ step.q_nope[layer, b, h].double().cpu()
+            scores = (scores + rope @ step.q_pe[layer, b, h].double().cpu()) * scale
+            weights = (scores - scores.max()).exp()
+            out[b, h] = (weights / weights.sum()) @ latent
+    return out
+
+
+def test_shadow_equals_full_cast_bit_for_bit(tiny, device):
+    """For every write path, over random sequences of allocate, write, move, load and free."""
+
+    @given(data=st.data())
+    @settings(max_examples=12, deadline=None)
+    def run(data):
+        seed, context = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 40))
+        page_size = data.draw(st.sampled_from([1, 4]))
+        actions = data.draw(
+            st.lists(st.sampled_from(["write", "move", "load", "free"]), max_size=6)
+        )
+        outputs = []
+        for name in ("full_cast", "shadow"):
+            strategy = parse(name)
+            pool = Pool(tiny, 128, strategy.storage(tiny), device=device, page_size=page_size,
+                        append=kernels.mover("append", device))  # fmt: skip
+            synthetic.fill(pool, seed)
+            noise = torch.Generator().manual_seed(seed)
+            one, two = pool.allocate(8), pool.allocate(8)
+            for action in actions:
+                if action == "write":
+                    new = (torch.randn(8, 576, generator=noise) * 300).bfloat16().to(device)
+                    pool.write(1, one, new)
+                elif action == "move":
+                    pool.move(one, two)
+                elif action == "load":
+                    pool.load(one, pool.save(two))
+                else:
+                    pool.free(one)
+                    one = pool.allocate(8)
+            pool.free(one)  # the batch may now be given slots that were written above
+            pool.free(two)
+            step = DecodeStep(strategy, pool, pool.batch(2, context), heads=4, seed=seed,
+                              backend="reference")  # fmt: skip
+            step.step()
+            outputs.append(step.out)
+        assert not outputs[0].isnan().any()
+        assert torch.equal(outputs[0].view(torch.int16), outputs[1].view(torch.int16))
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_shadow_equals_full_cast_with_flashinfer(tiny, page_size):
+    outputs = []
+    for name in ("full_cast", "shadow", "shadow(layers=1)"):
+        step = step_of(tiny, name, torch.device("cuda:0"), page_size=page_size, context=300,
+                       tokens=2048)  # fmt: skip
+        step.batch.advance(1)
+        step.step()
+        outputs.append(step.out.view(torch.int16))
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_captured_step_replays_on_changed_contents(tiny, name):
+    """Graph replay after `advance` and new rows equals an eager step: no stale index, no sync."""
+    from shadowkv_lab.measure import timing
+
+    device = torch.device("cuda:0")
+    if not runnable(name, device):
+        pytest.skip(f"{name} cannot run on this GPU")
+    step = step_of(tiny, name, device, context=500, tokens=4096)
+    replay = timing.capture(step.step, device)
+    step.batch.advance(5)
+    step.rows.normal_()
+    step.q_nope.normal_()
+    step.out.fill_(float("nan"))
+    replay()
+    replayed = step.out.clone()
+    step.out.fill_(float("nan"))
+    step.step()
+    assert torch.equal(replayed.view(torch.int16), step.out.view(torch.int16))
+
+
+def test_synthetic_rows_look_like_latents(tiny):
+    pool = Pool(tiny, 512, [("bf16",)] * 2)
+    synthetic.fill(pool, seed=1)
+    latent, rope = pool.bf16[0][:, :512].double(), pool.bf16[0][:, 512:].double()
+    assert latent.pow(2).mean(1).sqrt().sub(1).abs().max() < 5e-3, "RMS-normalised"
+    channel = latent.pow(2).mean(0).sqrt()
+    assert channel.max() > 8 * channel.median(), "heavy-tailed channels"
+    assert rope.pow(2).mean().sqrt() > 2, "the rope part is larger"
+    again, other = (Pool(tiny, 512, [("fp8", "bf16")] * 2) for _ in range(2))
+    synthetic.fill(again, seed=1)
+    synthetic.fill(other, seed=2)
+    assert torch.equal(
+        reference.to_fp8(pool.bf16[1]).view(torch.uint8), again.fp8[1].view(torch.uint8)
+    )
+    assert not torch.equal(other.bf16[0], again.bf16[0])
+    assert not torch.equal(again.bf16[0], again.bf16[1]), "layers differ"
