@@ -2,7 +2,7 @@
 
 __version__ = "0.1.0"
 
-_APPS = {"explorer": "shadowkv_lab.ui.explorer"}
+_APPS = {"explorer": "shadowkv_lab.ui.decode_lab"}
 
 
 def __getattr__(name: str):

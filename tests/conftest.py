@@ -1,12 +1,17 @@
 """GPU tests are skipped with a reason without a GPU; `--gpu-record` keeps how they went."""
 
 import json
+import os
 from datetime import UTC, datetime
 
 import pytest
 import torch
 
 from shadowkv_lab import data, geometry, hardware
+
+# Without a GPU, Triton kernels run in Triton's interpreter. Must be set before a kernel is defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 GPU_RECORD = data.RUNS / "gpu_tests.json"
 

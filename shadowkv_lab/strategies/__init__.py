@@ -7,12 +7,15 @@ from shadowkv_lab.errors import BadSize, UnknownName
 from shadowkv_lab.strategies.base import Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
 from shadowkv_lab.strategies.full_cast import FullCast
+from shadowkv_lab.strategies.fused_fp8 import FusedFP8
 from shadowkv_lab.strategies.gather_cast import GatherCast
+from shadowkv_lab.strategies.native_fp8 import NativeFP8
 from shadowkv_lab.strategies.shadow import Shadow
+from shadowkv_lab.strategies.vector_cast import VectorCast
 
 # A new strategy is one new file and one more name here; tables, figures and widgets follow.
 STRATEGIES: dict[str, type[Strategy]] = {
-    s.name: s for s in (FullCast, BF16Pool, Shadow, GatherCast)
+    s.name: s for s in (FullCast, BF16Pool, Shadow, GatherCast, VectorCast, NativeFP8, FusedFP8)
 }
 
 __all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list"]

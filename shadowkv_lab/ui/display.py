@@ -40,6 +40,8 @@ def _browser() -> bool:
     """Start kaleido's browser once for all figures of this process; whether that worked."""
     logging.getLogger("kaleido").setLevel(logging.ERROR)
     logging.getLogger("choreographer").setLevel(logging.ERROR)
+    # plotly passes options that a running server ignores, and warns of it at every picture.
+    warnings.filterwarnings("ignore", message="The kopts argument is ignored")
     try:
         import kaleido
 

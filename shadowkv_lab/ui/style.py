@@ -16,6 +16,7 @@ PHASE_OPACITY = {"cast": 1.0, "attention": 0.62, "write": 0.3, "rest": 0.12}
 
 FONT = "Inter, Helvetica, Arial, sans-serif"
 WIDTH, HEIGHT = 860, 420
+LOG = {"type": "log", "dtick": "D2", "tickformat": ",~g"}  # ticks at 1, 2 and 5 of each decade
 
 
 def colour(label: str) -> str:
@@ -42,10 +43,10 @@ def figure(heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = F
     fig.update_layout(
         title=dict(text=heading, font=dict(size=16), x=0, xref="paper", xanchor="left"),
         font=dict(family=FONT, size=13, color="#222"),
-        width=WIDTH, height=height, margin=dict(l=70, r=20, t=70, b=60),
+        width=WIDTH, height=height, margin=dict(l=70, r=20, t=70, b=90),
         plot_bgcolor="white", paper_bgcolor="white", hovermode="closest",
-        legend=dict(bgcolor="rgba(255,255,255,0.8)"),
-        xaxis=dict(title=x, type="log" if log_x else None, **axis),
-        yaxis=dict(title=y, type="log" if log_y else None, **axis),
+        legend=dict(orientation="h", traceorder="normal", x=0, xanchor="left", y=-0.2, yanchor="top"),
+        xaxis=dict(title=x, **axis, **(LOG if log_x else {})),
+        yaxis=dict(title=y, **axis, **(LOG if log_y else {})),
     )  # fmt: skip
     return fig

@@ -1,0 +1,222 @@
+"""The decode lab: pool size and concurrency to step times, measured here or recorded."""
+
+import dataclasses
+import math
+
+import ipywidgets as w
+import pandas as pd
+import torch
+
+from shadowkv_lab import data, geometry, hardware
+from shadowkv_lab.errors import BadRecord
+from shadowkv_lab.measure import decode, records
+from shadowkv_lab.strategies import STRATEGIES, parse
+from shadowkv_lab.ui import figures
+from shadowkv_lab.ui.app import LABEL, App, Cancelled, View, slider
+
+SYNTHETIC = "synthetic"
+CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
+HERE_POOL_TOKENS = 4096  # a CPU's pool where nobody chose one: four strategies in half a minute
+CONTEXTS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
+CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
+    """Recorded runs of a model at a head count; with `provenance` and bytes moved a phase."""
+    runs = records.read()
+    ours = runs[(runs.model == model) & (runs.heads == heads) & (runs["mode"] == mode)]
+    if ours.empty:
+        have = sorted({f"{m}, {h} heads" for m, h in zip(runs.model, runs.heads, strict=True)})
+        raise BadRecord(
+            f"No recorded run of {model} with {heads} heads",
+            "; ".join(have) or "none is recorded yet",
+            "Measure on this machine, or record one with shadowkv measure --record",
+        )
+    # The newest run of a setting speaks for it.
+    keys = ["strategy", "pool_tokens", "concurrency", "context", "origin.device"]
+    ours = ours.sort_values("origin.date").drop_duplicates(keys, keep="last")
+    return with_bytes(ours.assign(provenance="recorded"))
+
+
+def with_bytes(runs: pd.DataFrame) -> pd.DataFrame:
+    """Runs with the GB that each phase moves, by the strategy's own formula."""
+    moved = [
+        parse(r.strategy).step_moves(geometry.load(r.model), r.pool_tokens, r.live_tokens, r.new_tokens)
+        for r in runs.itertuples()
+    ]
+    return runs.assign(
+        cast_gb=[m.cast_bytes / 1e9 for m in moved],
+        attention_gb=[m.attention_bytes / 1e9 for m in moved],
+        write_gb=[m.write_bytes / 1e9 for m in moved],
+    )
+
+
+def nearest(runs: pd.DataFrame, pool_tokens: int, concurrency: int, context: int) -> pd.Series:
+    """The recorded cell (pool, concurrency, context) nearest in log space."""
+    cells = runs.groupby(["pool_tokens", "concurrency", "context"]).strategy.nunique().reset_index()
+
+    def distance(cell: pd.Series) -> float:
+        asked = (pool_tokens, concurrency, context)
+        had = (cell.pool_tokens, cell.concurrency, cell.context)
+        return sum(abs(math.log(a / b)) for a, b in zip(asked, had, strict=True))
+
+    return cells.loc[cells.apply(distance, axis=1).idxmin()]
+
+
+def views(runs: pd.DataFrame, around: pd.DataFrame) -> View:
+    """The four figures: one cell's runs, and the runs `around` it along each axis."""
+    cell = runs.iloc[0]
+    pools = around[(around.concurrency == cell.concurrency) & (around.context == cell.context)]
+    loads = around[(around.pool_tokens == cell.pool_tokens) & (around.context == cell.context)]
+    return View(
+        [figures.step_by_phase(runs), figures.against_pool(pools),
+         figures.against_concurrency(loads), figures.memory_kept(runs)],
+        note=_note(runs), table=runs,
+    )  # fmt: skip
+
+
+def _note(runs: pd.DataFrame) -> str:
+    cell = runs.iloc[0]
+    return (
+        f"<b>{cell.provenance}</b> on {cell['origin.device']}, {cell['origin.date'][:10]}, "
+        f"torch {cell['origin.torch']}, attention: {', '.join(sorted(set(runs.backend)))}; pool "
+        f"{cell.pool_tokens:,}, {cell.concurrency} x {cell.context:,}; worst relative error against "
+        f"float64 {runs.error.max():.1e}"
+    )
+
+
+def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: int = 495_616,
+                  concurrency: int = 1, context: int = 1024,
+                  strategies: tuple[str, ...] = tuple(STRATEGIES)) -> View:  # fmt: skip
+    """The recorded run nearest to a setting, and its neighbours along each axis."""
+    runs = recorded(model, heads or geometry.load(model).heads_per_gpu(8))
+    runs = runs[runs.strategy.isin(strategies)]
+    if runs.empty:
+        raise BadRecord(f"No recorded run of {', '.join(strategies) or 'no strategy'}",
+                        remedy="Choose at least one strategy that was recorded")  # fmt: skip
+    cell = nearest(runs, pool_tokens, concurrency, context)
+    at_cell = (runs.pool_tokens == cell.pool_tokens) & (runs.concurrency == cell.concurrency)
+    return views(runs[at_cell & (runs.context == cell.context)], runs)
+
+
+def measured_view(bench: decode.Bench, pool_tokens: int, concurrency: int, context: int,
+                  strategies: tuple[str, ...], seen: list[records.Run]) -> View:  # fmt: skip
+    """Measure a setting here; `seen` gathers this session's runs, drawn as the neighbours."""
+    chosen = [parse(s) for s in strategies]
+    try:
+        new = list(decode.measure(bench, chosen, [pool_tokens], [(concurrency, context)]))
+    except decode.Cancelled:
+        raise Cancelled from None
+    seen.extend(new)
+    frame = pd.json_normalize([dataclasses.asdict(run) for run in seen])
+    keys = ["strategy", "pool_tokens", "concurrency", "context"]
+    frame = with_bytes(frame.drop_duplicates(keys, keep="last").assign(provenance="measured"))
+    at_cell = (frame.pool_tokens == pool_tokens) & (frame.concurrency == concurrency)
+    shown = frame[at_cell & (frame.context == context) & frame.strategy.isin(strategies)]
+    return views(shown, frame[frame.strategy.isin(strategies)])
+
+
+def measure_here(model: str = "glm-5", pool_tokens: int = 495_616, concurrency: int = 1,
+                 context: int = 1024,
+                 strategies: tuple[str, ...] = ("full_cast", "bf16_pool", "shadow", "gather_cast"),
+                 report=lambda text, done: None) -> View:  # fmt: skip
+    """Measure a setting on this machine; on a CPU at a pool that takes seconds."""
+    device, shape = hardware.default_device(), geometry.load(model)
+    if device.type == "cpu":
+        pool_tokens = min(pool_tokens, HERE_POOL_TOKENS)
+        context = min(context, pool_tokens // concurrency)
+    bench = decode.Bench(shape, shape.heads_per_gpu(8), device, modes=("graph",), progress=report)
+    return measured_view(bench, pool_tokens, concurrency, context, strategies, [])
+
+
+def table(view: View) -> pd.DataFrame:
+    """A view's numbers, ready to be read."""
+    names = {
+        "strategy": "strategy", "pool_tokens": "pool", "concurrency": "requests",
+        "context": "context", "step_ms": "step ms", "cast_ms": "cast ms",
+        "attention_ms": "attention ms", "write_ms": "write ms", "residual_ms": "residual ms",
+        "kept_bytes": "kept GiB", "error": "error", "provenance": "provenance",
+    }  # fmt: skip
+    shown = view.table[[*names]].sort_values("step_ms")
+    shown = shown.assign(kept_bytes=shown.kept_bytes / 2**30, error=shown.error.map("{:.1e}".format))
+    return shown.rename(columns=names).round(3).reset_index(drop=True)
+
+
+def explorer(model: str = "glm-5", pool_tokens: int | None = None, concurrency: int = 1,
+             context: int = 1024, heads: int | None = None, strategies: tuple[str, ...] | None = None,
+             live: bool = False, rows: str = SYNTHETIC) -> w.Widget:  # fmt: skip
+    """The decode lab as a widget; every argument is the start value of a control.
+
+    `live` re-measures on this machine when a control is released, in one worker; otherwise the
+    nearest recorded run is shown. `rows` is "synthetic" or the name of a file under data/pools.
+    """
+    return make_app(model, pool_tokens, concurrency, context, heads, strategies, live, rows).widget
+
+
+def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int,
+             heads: int | None, strategies: tuple[str, ...] | None, live: bool,
+             rows: str = SYNTHETIC) -> App:  # fmt: skip
+    """The application behind `explorer`."""
+    device = hardware.default_device()
+    seen: list[records.Run] = []
+    known = geometry.known_models()
+    model = geometry.load(model).name
+    runnable = [n for n in STRATEGIES if device.type == "cuda" or not STRATEGIES[n].needs]
+    largest = _largest_pool(geometry.load(model), device)
+    pool_tokens = pool_tokens or (495_616 if not live or largest >= 495_616 else largest)
+    files = sorted(p.name for p in (data.DATA / "pools").glob("*.safetensors"))
+    controls = {
+        "model": w.Dropdown(options=known if model in known else [*known, model], value=model,
+                            description="model", style=LABEL),
+        "pool_tokens": slider("pool size", _pool_sizes(largest), pool_tokens, "slots"),
+        "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
+        "context": slider("context", CONTEXTS, context, "tokens"),
+        "heads": w.Dropdown(
+            options=[8, 16, 32, 64, 128], value=heads or geometry.load(model).heads_per_gpu(8),
+            description="heads a GPU", style=LABEL),
+        "rows": w.Dropdown(options=[SYNTHETIC, *files], value=rows, description="rows", style=LABEL),
+        "strategies": w.SelectMultiple(
+            options=[*STRATEGIES], value=strategies or tuple(runnable if live else STRATEGIES),
+            description="strategies", rows=len(STRATEGIES), style=LABEL),
+        "live": w.Checkbox(value=live, description=f"measure on {hardware.device_title(device)}",
+                           style=LABEL, layout=w.Layout(width="600px")),
+    }  # fmt: skip
+
+    def build(settings: dict, report, cancelled) -> View:
+        asked = {k: v for k, v in settings.items() if k not in ("live", "rows")}
+        if not settings["live"]:
+            return recorded_view(**asked)
+        shape = geometry.load(asked.pop("model"))
+        bench = decode.Bench(
+            shape, asked.pop("heads"), device, modes=("graph",), progress=report, cancelled=cancelled,
+            **_rows(settings["rows"]),
+        )  # fmt: skip
+        fitting = [r for r in seen if (r.model, r.heads) == (shape.name, bench.heads)]
+        view = measured_view(bench, **asked, seen=fitting)
+        seen[:] = fitting
+        return view
+
+    return App("explorer", controls, build, slow=lambda settings: settings["live"])
+
+
+def _rows(name: str) -> dict:
+    """Bench arguments for the chosen source of rows."""
+    if name == SYNTHETIC:
+        return {}
+    from shadowkv_lab.sources import poolfile
+
+    return {"fill": poolfile.filler(data.DATA / "pools" / name), "source": f"file:{name} (tiled)"}
+
+
+def _largest_pool(shape: geometry.Geometry, device: torch.device) -> int:
+    """Slots that the largest strategy (FP8 and a full shadow) can hold here, in whole pages."""
+    if device.type == "cpu":
+        return CPU_POOL_TOKENS
+    fits = hardware.memory(device).free_bytes // (shape.layers * shape.row_bytes("fp8+bf16"))
+    return fits // 64 * 64
+
+
+def _pool_sizes(largest: int) -> list[int]:
+    """Half-octave pool sizes from 2,048 up, in whole pages, the recorded ones among them."""
+    steps = [int(2 ** (11 + i / 2)) // 64 * 64 for i in range(18)]
+    return [*(s for s in steps if s <= max(largest, 495_616)), 65_536, 131_072, 262_144, 495_616]

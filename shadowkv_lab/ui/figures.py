@@ -1,0 +1,137 @@
+"""The decode lab's figures: runs in, finished plotly figures out. Each title states a finding."""
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shadowkv_lab.ui import style
+
+PHASES = {"cast_ms": "cast", "attention_ms": "attention", "write_ms": "write"}
+
+
+def step_by_phase(runs: pd.DataFrame) -> go.Figure:
+    """Stacked bars: one strategy a bar, cast, attention and write in it; its total beside it."""
+    runs = runs.sort_values("step_ms", ascending=False, kind="stable")
+    fig = style.figure(_ratio_title(runs), "step, all layers (ms)", "")
+    names = [style.title(s) for s in runs.strategy]
+    for column, phase in PHASES.items():
+        fig.add_bar(
+            y=names, x=runs[column], orientation="h", name=phase, showlegend=False,
+            marker=dict(
+                color=[style.colour(s) for s in runs.strategy],
+                opacity=style.PHASE_OPACITY[phase],
+                pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=6),
+                line=dict(color="white", width=1),
+            ),
+            customdata=list(zip(_gigabytes(runs, column), runs.provenance, strict=True)),
+            hovertemplate="%{y}: " + phase + " %{x:.3f} ms<br>%{customdata[0]}<br>"
+            "%{customdata[1]}<extra></extra>",
+        )  # fmt: skip
+        _grey_legend(fig, phase, style.PHASE_OPACITY[phase])
+    for name, run in zip(names, runs.itertuples(), strict=True):
+        fig.add_annotation(
+            x=run.step_ms, y=name, xanchor="left", xshift=6, showarrow=False,
+            text=f"{run.step_ms:,.2f} ms, {run.provenance}",
+        )  # fmt: skip
+    fig.update_layout(barmode="stack")
+    fig.update_xaxes(range=[0, 1.35 * runs.step_ms.max()])
+    fig.update_yaxes(automargin=True)
+    return fig
+
+
+def _grey_legend(fig: go.Figure, name: str, opacity: float) -> None:
+    """A legend entry that stands for an opacity, whatever the colour."""
+    fig.add_bar(x=[None], y=[None], name=name, marker_color=f"rgba(60,60,60,{opacity})")
+
+
+def _ratio_title(runs: pd.DataFrame) -> str:
+    where = f"pool {_same(runs.pool_tokens)}, {_same(runs.concurrency)} x {_same(runs.context)}"
+    by_name = runs.set_index("strategy").step_ms
+    if {"full_cast", "shadow"} <= set(by_name.index):
+        ratio = by_name["full_cast"] / by_name["shadow"]
+        return f"The shadow's step is {ratio:.1f} times shorter than full cast's<br><sup>{where}</sup>"
+    best = by_name.idxmin()
+    return f"{style.title(best)} takes the shortest step, {by_name[best]:.2f} ms<br><sup>{where}</sup>"
+
+
+def _same(values: pd.Series) -> str:
+    return f"{values.iloc[0]:,}" if values.nunique() == 1 else "several"
+
+
+def _gigabytes(runs: pd.DataFrame, column: str) -> list[str]:
+    """Each run's bytes and GB/s in one phase, in words."""
+    texts = []
+    for gb, ms in zip(runs[column.replace("_ms", "_gb")], runs[column], strict=True):
+        rate = f" at {1000 * gb / ms:,.0f} GB/s" if gb and ms > 0 else ""
+        texts.append(f"{gb:,.3f} GB moved{rate}")
+    return texts
+
+
+def against_pool(runs: pd.DataFrame) -> go.Figure:
+    """Step time over pool size at one load: full cast climbs, the others do not."""
+    heading = "Step time against pool size"
+    grown = _growth(runs, "full_cast")
+    if grown:
+        heading = f"From the smallest pool to the largest, full cast's step grows {grown:.1f} times"
+        other = _growth(runs, "shadow")
+        heading += f", the shadow's {other:.2f}" if other else ""
+    load = f"<br><sup>{_same(runs.concurrency)} x {_same(runs.context)} live tokens</sup>"
+    fig = style.figure(heading + load, "pool (slots)", "step (ms)", log_x=True, log_y=True)
+    return _lines(fig, runs, "pool_tokens")
+
+
+def _growth(runs: pd.DataFrame, strategy: str) -> float | None:
+    ours = runs[runs.strategy == strategy].sort_values("pool_tokens")
+    if ours.pool_tokens.nunique() < 2:
+        return None
+    return ours.step_ms.iloc[-1] / ours.step_ms.iloc[0]
+
+
+def against_concurrency(runs: pd.DataFrame) -> go.Figure:
+    """Step time over running requests at one pool and context."""
+    heading = "Step time against concurrency"
+    many = runs[runs.concurrency == runs.concurrency.max()]
+    if len(many) and runs.concurrency.nunique() > 1:
+        best = many.loc[many.step_ms.idxmin()]
+        heading = f"At {best.concurrency} requests {style.title(best.strategy)} is fastest: "
+        heading += f"{best.step_ms:.2f} ms a step"
+    where = f"<br><sup>pool {_same(runs.pool_tokens)}, context {_same(runs.context)}</sup>"
+    fig = style.figure(heading + where, "running requests", "step (ms)", log_x=True, log_y=True)
+    return _lines(fig, runs, "concurrency")
+
+
+def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
+    for strategy, ours in runs.groupby("strategy", sort=False):
+        ours = ours.sort_values(x)
+        provenance = ours.provenance.iloc[0]
+        fig.add_scatter(
+            x=ours[x], y=ours.step_ms, name=style.title(strategy), mode="lines+markers",
+            line=dict(color=style.colour(strategy), dash=style.DASHES[provenance]),
+            customdata=ours[["provenance", "cast_ms", "attention_ms"]],
+            hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>cast %{customdata[1]:.3f}, "
+            "attention %{customdata[2]:.3f} ms",
+        )  # fmt: skip
+    kinds = ", ".join(sorted(set(runs.provenance)))
+    fig.update_layout(legend_title_text=f"{kinds}: ")
+    fig.update_xaxes(tickvals=sorted(set(runs[x])), ticktext=[f"{v:,}" for v in sorted(set(runs[x]))])
+    return fig
+
+
+def memory_kept(runs: pd.DataFrame) -> go.Figure:
+    """Bars: GiB that each strategy keeps for the pool, and its scratch."""
+    runs = runs.sort_values("kept_bytes", kind="stable")
+    gib = runs.kept_bytes / 2**30
+    scratch = ((runs.allocated_bytes - runs.kept_bytes) / 2**30).clip(lower=0)
+    heading = f"The pool takes {gib.min():.2f} to {gib.max():.2f} GiB, scratch not counted"
+    where = f"<br><sup>pool {_same(runs.pool_tokens)}, {_same(runs.layers)} layers</sup>"
+    fig = style.figure(heading + where, "memory (GiB)", "")
+    names = [style.title(s) for s in runs.strategy]
+    colours = [style.colour(s) for s in runs.strategy]
+    for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
+        fig.add_bar(
+            y=names, x=values, orientation="h", name=name, marker=dict(color=colours, opacity=opacity),
+            hovertemplate="%{y}: %{x:.2f} GiB " + name + "<extra></extra>", showlegend=False,
+        )  # fmt: skip
+        _grey_legend(fig, name, opacity)
+    fig.update_layout(barmode="stack")
+    fig.update_yaxes(automargin=True)
+    return fig

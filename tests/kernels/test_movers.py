@@ -1,0 +1,102 @@
+"""cast, append and gather_cast against torch: interpreted on a CPU, and on a GPU bit for bit."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from shadowkv_lab.kernels import append, cast, gather_cast, reference  # noqa: E402
+from shadowkv_lab.kernels.reference import FP8, bits  # noqa: E402
+
+
+def some_fp8(count, device, seed=0):
+    """Rows over all e4m3 codes but the two NaNs."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (count, 576), generator=generator, dtype=torch.uint8)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    return codes.to(device).view(FP8)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_cast_is_exact(device, rows):
+    fp8, out = some_fp8(rows, device), torch.full((rows, 576), float("nan"), device=device).bfloat16()
+    cast.cast(fp8, out)
+    assert torch.equal(out.view(torch.int16), fp8.bfloat16().view(torch.int16))
+
+
+@pytest.mark.parametrize("count", [1, 8, 61])
+def test_gather_cast_takes_the_rows_named(device, count):
+    fp8 = some_fp8(200, device)
+    slots = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:count].to(device)
+    out = torch.full((count + 3, 576), float("nan"), device=device).bfloat16()
+    gather_cast.gather_cast(fp8, slots, out)
+    assert torch.equal(out[:count], fp8.bfloat16()[slots]), "the rows named, in their order"
+    assert out[count:].isnan().all(), "and nothing past them"
+
+
+def buffers(device, rows=40):
+    fp8, shadow = some_fp8(rows, device, 3), torch.zeros(rows, 576, device=device).bfloat16()
+    return fp8, shadow, torch.zeros(2, dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_append_writes_what_the_reference_writes(device, exact):
+    """Rows that e4m3 holds exactly: the interpreter rounds FP8 wrongly, a GPU is tested below."""
+    rows = some_fp8(5, device, 7).bfloat16()
+    rows[2, 5], rows[4, 9] = 1024.0, -512.0  # clipped, still without rounding
+    slots = torch.tensor([3, 39, 1, 17, 20], device=device)
+    ours, theirs = buffers(device), buffers(device)
+    append.append(rows, slots, *ours, exact)
+    reference.append(rows, slots, *theirs, exact)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(bits(mine), bits(wanted))
+    assert ours[2].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("kept", ["fp8", "bf16"])
+def test_append_to_one_buffer_counts_nan_and_inf(device, kept):
+    rows = torch.ones(3, 576, device=device).bfloat16()
+    rows[1, 0], rows[1, 1], rows[2, 575] = float("nan"), float("inf"), float("-inf")
+    slots = torch.tensor([0, 2, 4], device=device)
+    fp8, bf16, counters = buffers(device)
+    append.append(rows, slots, fp8 if kept == "fp8" else None, bf16 if kept == "bf16" else None,
+                  counters)  # fmt: skip
+    assert int(counters[1]) == 3
+    written = (fp8 if kept == "fp8" else bf16).float()
+    assert torch.equal(written[0], torch.ones(576, device=device))
+
+
+@pytest.mark.gpu
+def test_append_rounds_as_torch_does_over_all_of_bf16():
+    """Every finite BF16 value, bit for bit; and NaN stays NaN."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    finite = every[every.isfinite()].cuda()
+    rows = torch.zeros(-(-len(finite) // 576) * 576, device="cuda").bfloat16()
+    rows[: len(finite)] = finite
+    rows = rows.view(-1, 576)
+    slots = torch.randperm(len(rows), device="cuda")
+    ours, theirs = buffers("cuda", len(rows)), buffers("cuda", len(rows))
+    append.append(rows, slots, *ours)
+    reference.append(rows, slots, *theirs)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(bits(mine), bits(wanted))
+    assert int(ours[2][0]) == int((finite.abs() > 448).sum())
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31():
+    """A buffer of more than 2^31 values: the last rows are where a 32-bit offset would miss."""
+    count = 2**31 // 576 + 1000
+    fp8 = torch.zeros(count, 576, dtype=torch.uint8, device="cuda").view(FP8)
+    rows = torch.randn(4, 576, device="cuda").bfloat16()
+    slots = torch.arange(count - 4, count, device="cuda")
+    counters = torch.zeros(2, dtype=torch.int32, device="cuda")
+    append.append(rows, slots, fp8, None, counters)
+    wanted = reference.to_fp8(rows)
+    assert torch.equal(bits(fp8[-4:]), bits(wanted))
+    out = torch.empty(4, 576, device="cuda").bfloat16()
+    gather_cast.gather_cast(fp8, slots, out)
+    assert torch.equal(out, wanted.bfloat16())
+    whole = torch.empty(count, 576, device="cuda").bfloat16()
+    cast.cast(fp8, whole)
+    assert torch.equal(whole[-4:], wanted.bfloat16())
