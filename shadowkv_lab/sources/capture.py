@@ -14,7 +14,7 @@ from shadowkv_lab import geometry as geometries
 from shadowkv_lab.errors import BadCheckpoint, BadSize, WrongResult
 from shadowkv_lab.geometry import Geometry
 from shadowkv_lab.hardware import version_of
-from shadowkv_lab.sources import checkpoint, poolfile
+from shadowkv_lab.sources import checkpoint, formats, poolfile
 
 STORAGE = {torch.bfloat16: "bf16", torch.float32: "f32"}
 # Largest relative L2 distance of the absorbed form from the model's own attention output. BF16
@@ -155,6 +155,8 @@ def run(
         torch.cat([cache.layers[n].keys, cache.layers[n].values], -1)[0, 0].cpu() for n in layers
     ]
     index = [getattr(cache.layers[n], "indexer_keys", None) for n in layers]
+    for n, r in zip(layers, rows, strict=True):
+        formats.check_finite(r, f"Layer {n}")
     worst = max(tap.check(n, r.to(device)) for n, r in zip(layers, rows, strict=True))
     log.info("absorbed attention is within %.1e of the model's own", worst)
     if not worst <= TOLERANCE[rows[0].dtype]:

@@ -1,4 +1,4 @@
-"""The first layers of a checkpoint: which files are opened, what memory it takes, what is refused."""
+"""A checkpoint's first layers: which files are opened, in what memory, and what is refused."""
 
 import json
 import logging
@@ -118,8 +118,11 @@ def test_memory_stays_within_the_loaded_tensors_and_20_percent(maker, tmp_path, 
         monkeypatch.setitem(maker.CONFIG, key, value)
     directory = maker.main(tmp_path / "larger")
     if kind == "fp8":
-        names = [n for n in weight_map(directory) if n.endswith("_proj.weight") and "experts" not in n
-                 and "indexer" not in n]  # fmt: skip
+        names = [
+            n
+            for n in weight_map(directory)
+            if n.endswith("_proj.weight") and "experts" not in n and "indexer" not in n
+        ]
         changes = {}
         for name in names:
             source = TensorFile(directory / weight_map(directory)[name]).read(name)
@@ -136,7 +139,7 @@ def test_block_fp8_is_dequantised(broken):
     names = [
         "model.layers.0.self_attn.q_a_proj.weight",
         "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
-    ]  # noqa: E501
+    ]
     changes, wanted = {}, {}
     for name in names:
         source = TensorFile(broken / weight_map(broken)[name]).read(name)
@@ -171,7 +174,7 @@ def test_an_index_that_names_what_its_shard_lacks(broken):
 
 def test_a_tensor_that_no_shard_has(broken):
     edit(broken, {}, drop=["model.layers.0.input_layernorm.weight"])
-    with pytest.raises(BadCheckpoint, match="No shard has model.layers.0.input_layernorm.weight"):
+    with pytest.raises(BadCheckpoint, match=r"No shard has model.layers.0.input_layernorm.weight"):
         checkpoint.load_model(broken, 1)
 
 
@@ -199,7 +202,7 @@ def test_layers_outside_the_model(checkpoint_dir, layers):
 
 def test_another_architecture(broken):
     edit(broken, {}, config={"architectures": ["LlamaForCausalLM"]})
-    with pytest.raises(NotMLA, match="LlamaForCausalLM.*GlmMoeDsaForCausalLM"):
+    with pytest.raises(NotMLA, match=r"LlamaForCausalLM.*GlmMoeDsaForCausalLM"):
         checkpoint.load_model(broken, 1)
 
 
@@ -256,8 +259,11 @@ def test_fp8_without_block_scales_is_refused(broken):
 def test_packed_integers_in_place_of_a_weight_are_refused(broken):
     name = "model.layers.0.self_attn.q_a_proj.weight"
     base = name.removesuffix("weight")
-    edit(broken, {base + "qweight": torch.zeros(4, dtype=torch.int32), base + "scales": torch.ones(4)},
-         drop=[name])  # fmt: skip
+    edit(
+        broken,
+        {base + "qweight": torch.zeros(4, dtype=torch.int32), base + "scales": torch.ones(4)},
+        drop=[name],
+    )
     with pytest.raises(UnsupportedQuantisation, match="qweight"):
         checkpoint.load_model(broken, 1)
 

@@ -41,8 +41,16 @@ def stored(storage, count, layer=0):
 
 
 def write(path, storage="bf16", count=40, layers=(0, 2), shape=GLM, **options):
-    return poolfile.write(path, shape, storage, layers, count,
-                          lambda i: stored(storage, count, layers[i]), source="test", **options)  # fmt: skip
+    return poolfile.write(
+        path,
+        shape,
+        storage,
+        layers,
+        count,
+        lambda i: stored(storage, count, layers[i]),
+        source="test",
+        **options,
+    )
 
 
 # What is stored
@@ -150,7 +158,7 @@ def test_another_safetensors_file_is_no_pool_file(tmp_path):
 def test_a_geometry_that_disagrees(tmp_path):
     write(tmp_path / "p")
     other = replace(GLM, name="other", kv_lora_rank=256)
-    with pytest.raises(GeometryMismatch, match="kv_lora_rank 512.*256 for other"):
+    with pytest.raises(GeometryMismatch, match=r"kv_lora_rank 512.*256 for other"):
         poolfile.load(tmp_path / "p", other)
     pool = Pool(replace(other, layers=1), 64, [("fp8",)])
     with pytest.raises(GeometryMismatch):
@@ -189,7 +197,7 @@ def test_nan_rows_in_a_file_are_not_read(tmp_path):
 def test_packed_rows_read_as_raw_ones(tmp_path):
     write(tmp_path / "p", "packed")
     changed(tmp_path / "p", tmp_path / "q", {"storage": "fp8"})
-    with pytest.raises(BadRows, match="656.*are packed rows, but were declared fp8"):
+    with pytest.raises(BadRows, match=r"656.*are packed rows, but were declared fp8"):
         poolfile.load(tmp_path / "q")
 
 

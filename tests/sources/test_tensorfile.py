@@ -64,7 +64,7 @@ def written(tmp_path):
 def test_truncated(tmp_path, keep):
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadTensorFile, match="truncated|not a safetensors"):
+    with pytest.raises(BadTensorFile, match=r"truncated|not a safetensors"):
         TensorFile(path)
 
 
@@ -94,7 +94,7 @@ def test_a_header_that_lies(tmp_path, entry):
 def test_no_file_and_no_tensor(tmp_path):
     with pytest.raises(BadTensorFile, match="cannot be read"):
         TensorFile(tmp_path / "none")
-    with pytest.raises(BadTensorFile, match="no tensor 'queries'.*rows"):
+    with pytest.raises(BadTensorFile, match=r"no tensor 'queries'.*rows"):
         TensorFile(written(tmp_path)).view("queries")
 
 
@@ -122,7 +122,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # the kernel refuses to go on
     try:
-        with pytest.raises(CannotWrite, match="could not be written whole.*untouched"):
+        with pytest.raises(CannotWrite, match=r"could not be written whole.*untouched"):
             tensorfile.write(path, {"a": (torch.uint8, (4 << 20,))},
                              [torch.zeros(4 << 20, dtype=torch.uint8)], {})  # fmt: skip
     finally:
