@@ -135,7 +135,14 @@ def _draw(pairs, count: int, rng: np.random.Generator) -> np.ndarray:
 
 def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
     """Every request alike."""
-    return Lengths(((0.5, prompt_tokens),), ((0.5, output_tokens),), title="fixed lengths")
+    title = f"{prompt_tokens:,} + {output_tokens:,} tokens"
+    return Lengths(((0.5, prompt_tokens),), ((0.5, output_tokens),), title=title)
+
+
+def long_answers() -> Lengths:
+    """Short prompts and long answers, as models that reason give: assumed, for want of a trace."""
+    prompt, output = ((0.0, 512.0), (1.0, 2048.0)), ((0.0, 1024.0), (1.0, 6144.0))
+    return Lengths(prompt, output, title="0.5-2K + 1-6K tokens")
 
 
 def published(name: str) -> Lengths:
@@ -153,7 +160,7 @@ def known_traffic() -> list[str]:
 def closed_loop(concurrency: int, requests: int, lengths: Lengths, seed: int = 0) -> Traffic:
     """`requests` requests, `concurrency` of them always under way, as benchmarks send them."""
     prompt, output = lengths.draw(requests, np.random.default_rng(seed))
-    name = f"closed loop of {concurrency}"
+    name = f"closed loop of {concurrency}, {lengths.title or 'drawn lengths'}"
     return Traffic(name, np.zeros(requests), prompt, output, concurrency, lengths.source)
 
 
@@ -173,5 +180,5 @@ def bursts(requests_per_s: float, cv: float, requests: int, lengths: Lengths,
     prompt, output = lengths.draw(requests, rng)
     gaps = rng.gamma(1 / cv**2, cv**2 / requests_per_s, requests)
     kind = "Poisson" if cv == 1 else f"bursts (cv {cv:g})"
-    name = f"{kind}, {requests_per_s:.3g} requests/s"
+    name = f"{kind}, {requests_per_s:.3g} requests/s, {lengths.title or 'drawn lengths'}"
     return Traffic(name, np.cumsum(gaps), prompt, output, None, lengths.source)
