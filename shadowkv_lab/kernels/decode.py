@@ -1,0 +1,281 @@
+"""MLA decode that reads FP8 rows itself: KV tokens as matrix rows, query heads as columns.
+
+With 8 heads a GPU the usual order, heads as the 16 or 64 rows of a matrix tile, wastes half of it
+or more. Here a tile's rows are tokens: scores are `K q^T`, outputs `K^T p`, both full. A block of
+rows is read as 32-bit words a block ahead, so that loads fly while the last block is multiplied,
+and widened to FP16, which holds every e4m3 value exactly.
+
+The reference is `reference.attend`; `FusedAttention` plans and launches.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from shadowkv_lab.batch import Batch
+from shadowkv_lab.kernels.launch import launch_row
+
+RANK = tl.constexpr(512)
+ROPE = tl.constexpr(64)
+CHUNK = tl.constexpr(128)  # latent values a dot takes; also the group of a per-128 scale
+WORDS = tl.constexpr(144)  # 32-bit words of a row of 576 bytes
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def widen(words, ASM: tl.constexpr):
+    """int32 [M, N] of four e4m3 each -> fp16 [M, 4 N], in order."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .b16 lo, hi; .reg .b32 x, y; mov.b32 {lo, hi}, $4;"
+            "cvt.rn.f16x2.e4m3x2 x, lo; cvt.rn.f16x2.e4m3x2 y, hi;"
+            "mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }",
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        b = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        c = ((words >> 16) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        d = ((words >> 24) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    wide = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
+    if ASM:
+        # An opaque move keeps the compiler from converting again for each use of the tile.
+        wide = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [wide], dtype=tl.float16, is_pure=False, pack=2
+        )
+    return wide
+
+
+@triton.jit
+def slots_of(pages, base, token, PAGE: tl.constexpr):
+    """Slots of a request's tokens, by its page table."""
+    if PAGE == 1:
+        return tl.load(pages + base + token)
+    return tl.load(pages + base + token // PAGE) * PAGE + token % PAGE
+
+
+@triton.jit
+def load_rows(kv, slot, word, rope_word):
+    """The words of [BLOCK] rows: four chunks of the latent part, and the rope part."""
+    row = (kv + slot.to(tl.int64) * WORDS)[:, None]
+    first = row + word[None, :]
+    c0, c1 = tl.load(first), tl.load(first + 32)
+    c2, c3 = tl.load(first + 64), tl.load(first + 96)
+    return c0, c1, c2, c3, tl.load(row + 128 + rope_word[None, :])
+
+
+@triton.jit
+def scaled(k, scales, slot, G: tl.constexpr, SCALED: tl.constexpr):
+    """A chunk times its per-row scale, if rows have scales of their own."""
+    if SCALED:
+        scale = tl.load(scales + slot.to(tl.int64) * 4 + G)
+        k = (k.to(tl.float32) * scale[:, None]).to(tl.float16)
+    return k
+
+
+@triton.jit
+def decode_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, sm_log2e,
+                  HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+                  PAGE: tl.constexpr, SCALED: tl.constexpr, VECTOR: tl.constexpr,
+                  ASM: tl.constexpr, PDL: tl.constexpr, PIPE: tl.constexpr):  # fmt: skip
+    """One program a work item (request, first token, end) and tile of TILE heads.
+
+    Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum
+    of its softmax (base 2) in `stats` [items, HEADS, 2].
+    """
+    item = tl.program_id(1)  # tiles of one item run side by side and share its rows in L2
+    request = tl.load(work + item * 4)
+    first, end = tl.load(work + item * 4 + 1), tl.load(work + item * 4 + 2)
+    base = tl.load(indptr + request)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    heads = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    real = (heads < HEADS)[None, :]
+    lane = tl.arange(0, BLOCK)
+    # Written so that the compiler sees VECTOR words side by side and loads them at once.
+    word, rope_word = tl.arange(0, 32), tl.arange(0, 16)
+    word = (word // VECTOR) * VECTOR + word % VECTOR
+    rope_word = (rope_word // VECTOR) * VECTOR + rope_word % VECTOR
+    here = slots_of(pages, base, tl.minimum(first + lane, end - 1), PAGE)
+    if PIPE:
+        c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+        ahead = slots_of(pages, base, tl.minimum(first + BLOCK + lane, end - 1), PAGE)
+
+    at = (request * HEADS + heads).to(tl.int64)[None, :]
+    value = tl.arange(0, CHUNK)[:, None]
+    q = q_nope + at * RANK + value
+    q0 = tl.load(q, mask=real, other=0.0).to(tl.float32)
+    q1 = tl.load(q + CHUNK, mask=real, other=0.0).to(tl.float32)
+    q2 = tl.load(q + 2 * CHUNK, mask=real, other=0.0).to(tl.float32)
+    q3 = tl.load(q + 3 * CHUNK, mask=real, other=0.0).to(tl.float32)
+    qp = tl.load(q_pe + at * ROPE + tl.arange(0, ROPE)[:, None], mask=real, other=0.0)
+    qp = qp.to(tl.float32)
+    # BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
+    # largest value just below 2^16, exactly, and its scores are scaled back in float32.
+    top = tl.maximum(
+        tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3))
+    )
+    top = tl.maximum(tl.max(top, 0), tl.max(tl.abs(qp), 0))
+    exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
+    up = ((269 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    # Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
+    back = ((tl.minimum(exponent, 220) - 15) << 23).to(tl.float32, bitcast=True) * sm_log2e
+    q0, q1 = (q0 * up).to(tl.float16), (q1 * up).to(tl.float16)
+    q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
+    qp = (qp * up).to(tl.float16)
+
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK, TILE], tl.float32)
+    o0, o1 = tl.zeros([CHUNK, TILE], tl.float32), tl.zeros([CHUNK, TILE], tl.float32)
+    o2, o3 = tl.zeros([CHUNK, TILE], tl.float32), tl.zeros([CHUNK, TILE], tl.float32)
+    for start in tl.range(first, end, BLOCK, num_stages=1):
+        if not PIPE:
+            c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+            ahead = slots_of(pages, base, tl.minimum(start + BLOCK + lane, end - 1), PAGE)
+        k0 = scaled(widen(c0, ASM), scales, here, 0, SCALED)
+        k1 = scaled(widen(c1, ASM), scales, here, 1, SCALED)
+        k2 = scaled(widen(c2, ASM), scales, here, 2, SCALED)
+        k3 = scaled(widen(c3, ASM), scales, here, 3, SCALED)
+        kp = widen(cp, ASM)
+        here = ahead
+        if PIPE:
+            c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+            ahead = slots_of(pages, base, tl.minimum(start + 2 * BLOCK + lane, end - 1), PAGE)
+        s = tl.dot(kp, qp)
+        s = tl.dot(k0, q0, s)
+        s = tl.dot(k1, q1, s)
+        s = tl.dot(k2, q2, s)
+        s = tl.dot(k3, q3, s)
+        s = tl.where((start + lane < end)[:, None], s * back[None, :], float("-inf"))
+        highest = tl.maximum(peak, tl.max(s, 0))
+        # Weights up to 2^15, not 1: FP16 then keeps eleven bits of far smaller ones.
+        p = tl.exp2(s - highest[None, :] + 15.0)
+        shrink = tl.exp2(peak - highest)[None, :]
+        mass = mass * shrink + p
+        p = p.to(tl.float16)
+        o0 = tl.dot(tl.trans(k0), p, o0 * shrink)
+        o1 = tl.dot(tl.trans(k1), p, o1 * shrink)
+        o2 = tl.dot(tl.trans(k2), p, o2 * shrink)
+        o3 = tl.dot(tl.trans(k3), p, o3 * shrink)
+        peak = highest
+    total = tl.sum(mass, 0)
+    mark = stats + (item * HEADS + heads) * 2
+    tl.store(mark, peak, mask=heads < HEADS)
+    tl.store(mark + 1, total, mask=heads < HEADS)
+    inverse = 1.0 / total[None, :]
+    out = partial + (item * HEADS + heads).to(tl.int64)[None, :] * RANK + value
+    tl.store(out, o0 * inverse, mask=real)
+    tl.store(out + CHUNK, o1 * inverse, mask=real)
+    tl.store(out + 2 * CHUNK, o2 * inverse, mask=real)
+    tl.store(out + 3 * CHUNK, o3 * inverse, mask=real)
+
+
+@triton.jit
+def combine_kernel(partial, stats, splits, out, out_scale, HEADS: tl.constexpr,
+                   COLUMNS: tl.constexpr, ROWS: tl.constexpr, FINAL: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """One program a request, head and COLUMNS output columns: merges the request's work items.
+
+    `splits` [B + 1] says where each request's items begin. FINAL rounds to BF16; the interpreter
+    cannot, and stores float32.
+    """
+    request, head = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    begin, end = tl.load(splits + request), tl.load(splits + request + 1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in range(begin, end, ROWS):
+        item = start + row
+        at = stats + (item * HEADS + head) * 2
+        peak = tl.maximum(peak, tl.load(at, mask=item < end, other=float("-inf")))
+    highest = tl.max(peak, 0)
+    total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(begin, end, ROWS):
+        item = start + row
+        inside = item < end
+        at = stats + (item * HEADS + head) * 2
+        weight = tl.exp2(tl.load(at, mask=inside, other=float("-inf")) - highest)
+        weight *= tl.load(at + 1, mask=inside, other=0.0)
+        place = (item * HEADS + head).to(tl.int64)[:, None] * RANK + column[None, :]
+        merged += weight[:, None] * tl.load(partial + place, mask=inside[:, None], other=0.0)
+        total += weight
+    value = tl.sum(merged, 0) / tl.sum(total, 0) * out_scale
+    at = out + (request * HEADS + head).to(tl.int64) * RANK + column
+    tl.store(at, value.to(tl.bfloat16) if FINAL else value)
+
+
+def split(lens: tuple[int, ...], block: int, target: int) -> list[tuple[int, int, int]]:
+    """Work items (request, first token, end), in request order, about `target` of them.
+
+    All items but a request's last are one length, a multiple of `block`: the shortest that keeps
+    within `target` items, so that a grid of `target` programs runs as one full wave.
+    """
+    low, high = 1, max(1, -(-max(lens) // block))
+    while low < high:  # blocks an item
+        middle = (low + high) // 2
+        if sum(-(-n // (middle * block)) for n in lens) <= target:
+            high = middle
+        else:
+            low = middle + 1
+    size = low * block
+    return [(b, i, min(i + size, n)) for b, n in enumerate(lens) for i in range(0, n, size)]
+
+
+class FusedAttention:
+    """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync."""
+
+    name = "lab_fused_fp8"
+
+    def __init__(self, asm: bool = True):
+        self.asm = asm  # False in Triton's interpreter, which knows no inline PTX
+
+    def plan(self, batch: Batch, heads: int, sm_scale: float, **_: object) -> None:
+        """Choose launch parameters, cut the work, and allocate the partial results."""
+        device = batch.pages.device
+        self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
+        self.row = launch_row(device, heads, max(batch.lens), batch.live_tokens)
+        self.tiles = triton.cdiv(heads, self.row.tile)
+        items = split(batch.lens, self.row.block, max(1, self.row.programs(device) // self.tiles))
+        counts = torch.bincount(torch.tensor([b for b, *_ in items]), minlength=len(batch.lens))
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self.splits = starts.int().to(device)
+        self.work = torch.tensor([(*item, 0) for item in items], dtype=torch.int32).to(device)
+        shape = len(items), heads, RANK.value
+        self.partial = torch.empty(shape, dtype=torch.float32, device=device)
+        self.stats = torch.empty(*shape[:2], 2, dtype=torch.float32, device=device)
+        # Few splits: few rows at a time, else the combine's tile is mostly padding.
+        self.rows = min(32, triton.next_power_of_2(int(counts.max())))
+
+    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
+            scale: float = 1.0, scales: torch.Tensor | None = None) -> None:  # fmt: skip
+        """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512].
+
+        `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
+        part's groups of 128, whose dequantised values must stay within FP16's 65,504; the rope
+        part then has none.
+        """
+        row, PDL = self.row, self.row.pdl
+        latent_scale = 1.0 if scales is not None else scale
+        words = kv.view(torch.int32)
+        decode_kernel[(self.tiles, len(self.work))](
+            q_nope, q_pe, words, scales, self.partial, self.stats, self.batch.indptr,
+            self.batch.pages, self.work, self.sm_scale * latent_scale * LOG2E,
+            HEADS=self.heads, TILE=row.tile, BLOCK=row.block, PAGE=self.batch.page_size,
+            SCALED=scales is not None, VECTOR=row.vector, ASM=self.asm, PDL=PDL, PIPE=row.pipe,
+            num_warps=row.warps, num_stages=1, **({"launch_pdl": True} if PDL else {}),
+        )  # fmt: skip
+        combine_kernel[(len(self.batch.lens), self.heads, RANK.value // row.columns)](
+            self.partial, self.stats, self.splits, out, latent_scale, HEADS=self.heads,
+            COLUMNS=row.columns, ROWS=self.rows, FINAL=out.dtype == torch.bfloat16, PDL=PDL,
+            num_warps=row.combine_warps, **({"launch_pdl": True} if PDL else {}),
+        )  # fmt: skip
