@@ -77,6 +77,9 @@ def write_tokenizer(directory: Path) -> None:
 
 def main(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the checkpoint, its index, its tokenizer, and the mark that it is random."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     model = build(seed, dtype)
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(directory, max_shard_size=size // SHARDS)

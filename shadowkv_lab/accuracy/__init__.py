@@ -33,6 +33,8 @@ def choose(file: PoolFile, rows: Sequence[StorageError], attention: Sequence[Att
            model: Sequence[ModelError] = ()) -> str:  # fmt: skip
     """One paragraph: which storage these numbers speak for, and what data they are from.
 
+    `attention` is that of the storages alone, BF16 among them.
+
     Takes the fewest bytes among the 8-bit storages whose attention error is within `ENOUGH` of the
     least, as KL over all layers.
     """
@@ -45,19 +47,23 @@ def choose(file: PoolFile, rows: Sequence[StorageError], attention: Sequence[Att
     clipped = fmean(r.clipped for r in rows if r.storage == "fp8" and r.part == "latent")
     flushed = fmean(r.flushed for r in rows if r.storage == "fp8" and r.part == "latent")
     told = "; ".join(
-        f"{STORAGES[n].title}, {kept[n]} B: output off by {off[n]:.2%}, KL {kl[n]:.1e} nats"
-        for n in sorted(kl, key=lambda n: (kept[n], kl[n]))
+        f"{STORAGES[n].title}, {kept[n]} B: {off[n]:.1%} off, KL {kl[n]:.1e}"
+        for n in sorted(eight, key=lambda n: (kept[n], kl[n]))
     )
     parts = [
-        f"Data: {file.title}, {len(file.extra('query_positions'))} queries a layer.",
-        f"Attention per token and layer: {told}.",
-        f"At scale 1.0 e4m3 clips {clipped:.3%} and flushes {flushed:.2%} of the latent's values.",
-        f"Of the 8-bit storages these numbers speak for {STORAGES[best].title} "
-        f"({kept[best]} B): none that is smaller comes within {ENOUGH:g} times the least KL.",
+        f"Data: {file.title}, {len(file.extra('query_positions'))} queries a layer; bytes are per "
+        "token and layer, attention is compared with float64 over the rows as they came (relative "
+        "L2 of its output, KL of its softmax in nats).",
+        f"{told}. At scale 1.0 e4m3 clips {clipped:.3%} of the latent's values and flushes "
+        f"{flushed:.2%} to zero.",
+        f"Where the tokens fit, keep BF16 ({kept['bf16']} B): "
+        + (f"{off['bf16']:.2%} off." if off["bf16"] else "it holds these rows as they came."),
+        f"Where they do not, these numbers speak for {STORAGES[best].title}, {kept[best]} B: of "
+        f"the 8-bit storages with a KL within {ENOUGH:g} times the least it keeps the fewest bytes.",
     ]
     if model:
         told = ", ".join(f"{m.storage} {m.kl:.1e}" for m in model)
-        parts.append(f"Next-token KL over {model[0].tokens} tokens, in nats: {told}.")
+        parts.append(f"Next-token KL of a whole model over {model[0].tokens} tokens: {told}.")
     if file.metadata.get("weights") == "random":
         parts.append(
             "The weights are random and their outliers planted: this shows the arithmetic and says "

@@ -22,9 +22,9 @@ class Storage(NamedTuple):
 
 STORAGES = {
     "bf16": Storage("BF16", "bf16"),
-    "fp8": Storage("e4m3, scale 1.0 (SGLang's pool)", "fp8"),
-    "fp8_scaled": Storage("e4m3, one scale a layer", "fp8"),
-    "packed": Storage("packed: a scale per 128, BF16 rope", "packed"),
+    "fp8": Storage("e4m3 at scale 1.0", "fp8"),
+    "fp8_scaled": Storage("e4m3 with one scale a layer", "fp8"),
+    "packed": Storage("packed rows (a scale per 128, BF16 rope)", "packed"),
 }
 
 

@@ -196,6 +196,15 @@ def test_a_capture_says_what_it_is(checkpoint_dir, tmp_path, caplog):
     assert {t.split()[0] for _, t in seen} == {"loading", "prefill", "writing"}
 
 
+@pytest.mark.gpu
+def test_a_gpu_captures_what_the_cpu_does(checkpoint_dir, tmp_path):
+    one, other = (capture.capture(checkpoint_dir, TEXT, tmp_path / device, dtype=torch.float32,
+                                  device=device) for device in ("cpu", "cuda"))  # fmt: skip
+    for i in range(3):
+        off = (one.stored(i) - other.stored(i)).norm() / one.stored(i).norm()
+        assert off < 1e-3
+
+
 # Bad input
 
 
