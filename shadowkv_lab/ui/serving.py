@@ -7,6 +7,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab.serving.closed_form import (
+    Cell,
     Contender,
     by_pair,
     crossovers,
@@ -99,18 +100,17 @@ def pareto(contenders: Sequence[Contender], context: int,
 
 
 def winners(contenders: Sequence[Contender], concurrencies: Sequence[int] = CONCURRENCIES,
-            contexts: Sequence[int] = CONTEXTS) -> go.Figure:  # fmt: skip
+            contexts: Sequence[int] = CONTEXTS, note: str = "") -> go.Figure:  # fmt: skip
     """Which strategy gives most tokens/s at each load, and the lines where that changes."""
     rows = winner_map(contenders, concurrencies, contexts)
     cells = [cell for row in rows for cell in row]
     names = [c.name for c in contenders]
-    won = pd.Series([cell.winner for cell in cells]).value_counts(normalize=True)
+    won = _shares(cells)
     counted = ", ".join(f"{style.title(n)} {share:.0%}" for n, share in won.items())
     never = ", ".join(style.title(n) for n in names if n not in won)
-    counted += f"; never {never}" if never else ""
+    said = "; ".join(filter(None, [note, f"never {never}" if never else "", "pale: a small lead"]))
     fig = style.figure(
-        heading(f"Most tokens/s: {counted}",
-                f"shares of the loads shown; pale: a small lead; {source_of(contenders)}"),
+        heading(f"Most tokens/s, of these loads: {counted}", f"{said}; {source_of(contenders)}"),
         "requests sent at once", "context (tokens a request)", log_x=True, log_y=True, height=460,
     )  # fmt: skip
     for name in names:
@@ -138,3 +138,19 @@ def winners(contenders: Sequence[Contender], concurrencies: Sequence[int] = CONC
         axis.update(tickvals=list(values), ticktext=[f"{v:,}" for v in values])
     fig.update_layout(legend={"orientation": "h", "y": -0.2})
     return fig
+
+
+def wins(cases: dict[str, Sequence[Contender]]) -> pd.DataFrame:
+    """The share of the map's loads that each strategy wins, one row a case, in %."""
+    rows = {}
+    for name, found in cases.items():
+        cells = [cell for row in winner_map(found, CONCURRENCIES, CONTEXTS) for cell in row]
+        rows[name] = {
+            style.title(c.name): round(100 * _shares(cells).get(c.name, 0.0)) for c in found
+        }
+        rows[name]["provenance"] = weakest(c.step.provenance for c in found)
+    return pd.DataFrame(rows).T
+
+
+def _shares(cells: Sequence[Cell]) -> pd.Series:
+    return pd.Series([cell.winner for cell in cells]).value_counts(normalize=True)
