@@ -67,6 +67,12 @@ def test_figures_state_their_finding_units_and_provenance():
     assert view.table.running.tolist() == [60, 33, 23]
 
 
+def test_shares_of_a_map_add_up_and_say_where_they_come_from():
+    found = contenders(strategies=BASIC)
+    row = lab.figures.wins({"case": found}).loc["case"]
+    assert row.pop("provenance") == "assumed" and row.sum() == pytest.approx(100, abs=1)
+
+
 def test_the_traffic_view_shows_the_cliff_or_the_objectives(monkeypatch):
     monkeypatch.setattr(lab, "REQUESTS", 60)
     monkeypatch.setattr(lab, "RATES", [0.1, 1.0])
