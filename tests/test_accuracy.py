@@ -220,6 +220,20 @@ def test_model_errors(checkpoint_dir):
     assert seen == sorted(seen) and seen[-1] == 1.0
 
 
+def test_perplexity_is_that_of_the_models_own_loss(checkpoint_dir):
+    from transformers import GlmMoeDsaForCausalLM
+
+    from shadowkv_lab.sources import capture
+
+    whole = GlmMoeDsaForCausalLM.from_pretrained(checkpoint_dir, dtype=torch.float32).eval()
+    ids = capture.tokenise(checkpoint_dir, TEXT)[None]
+    with torch.no_grad():
+        loss = float(whole(ids, labels=ids, use_cache=False).loss)
+    (found,) = accuracy.model_errors(checkpoint_dir, TEXT, ["bf16"], dtype=torch.float32)
+    assert found.perplexity - found.perplexity_difference == pytest.approx(math.exp(loss), rel=1e-4)
+    assert 0 < found.kl < 1e-2 and found.perplexity_difference != 0
+
+
 def test_the_cache_stores_what_the_storage_stores(checkpoint_dir):
     """Layer 0 sees unchanged hidden states, so its rows are the own cache's after a round trip."""
     from transformers import DynamicCache

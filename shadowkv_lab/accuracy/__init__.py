@@ -59,7 +59,7 @@ def choose(file: PoolFile, rows: Sequence[StorageError], attention: Sequence[Att
         f"Where the tokens fit, keep BF16 ({kept['bf16']} B): "
         + (f"{off['bf16']:.2%} off." if off["bf16"] else "it holds these rows as they came."),
         f"Where they do not, these numbers speak for {STORAGES[best].title}, {kept[best]} B: of "
-        f"the 8-bit storages with a KL within {ENOUGH:g} times the least it keeps the fewest bytes.",
+        f"the 8-bit storages with a KL within {ENOUGH:g} times the least it keeps fewest bytes.",
     ]
     if model:
         told = ", ".join(f"{m.storage} {m.kl:.1e}" for m in model)
