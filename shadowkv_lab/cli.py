@@ -170,6 +170,60 @@ def measure(
     ))  # fmt: skip
 
 
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the lab's own code.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("kernels")
+def bench_kernels(
+    model: Model = "glm-5",
+    device: Device = None,
+    pool_tokens: int = 495_616,
+    heads: Annotated[str, typer.Option(help="Head counts: 8,16,64.")] = "8,16,64",
+    tune: Annotated[bool, typer.Option(help="Remake this GPU's launch table instead.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Write rows and origin to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time each kernel beside its peers and this run's copy bandwidth."""
+    from shadowkv_lab import geometry, hardware
+    from shadowkv_lab.measure import decode, kernels, records
+
+    shape, where = geometry.load(model), hardware.as_device(device)
+    with progress(quiet=as_json) as report:
+        if tune:
+            console.print(f"wrote {kernels.tune(shape, where, report)}")
+            return
+        counts = tuple(integers(heads, "heads"))
+        rows = kernels.as_dicts(kernels.bench(shape, where, pool_tokens, counts, progress=report))
+    origin = dataclasses.asdict(records.origin(where, *decode.bandwidth(where)))
+    text = json.dumps({"schema": records.SCHEMA, "origin": origin, "rows": rows}, indent=1)
+    if record:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+        return
+    console.print(f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
+                  f"{origin['copy_gb_per_s']:,.0f} GB/s")  # fmt: skip
+    show(rows, dict(kernel="kernel", shape="shape", heads="heads", ms="ms", gb_per_s="GB/s",
+                    of_copy="of copy", error="error", ratio="ours / this"))  # fmt: skip
+
+
+@bench.command("serving")
+def bench_serving(
+    trace: Annotated[Path | None, typer.Option(help="An Azure CSV or Mooncake JSONL.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the serving simulation over a trace, and over growing numbers of requests."""
+    from shadowkv_lab.serving import bench
+
+    rows = [timing._asdict() for timing in bench.run(trace)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    show(rows, {name: name.replace("_", " ") for name in rows[0]})
+
+
 class progress:
     """A progress bar with the time left, called with (text, share done); silent if `quiet`."""
 

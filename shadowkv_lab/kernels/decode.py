@@ -14,12 +14,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from shadowkv_lab.batch import Batch
-from shadowkv_lab.kernels.launch import launch_row
+from shadowkv_lab.kernels.launch import LaunchRow, launch_row, multiprocessors
 
 RANK = tl.constexpr(512)
 ROPE = tl.constexpr(64)
 CHUNK = tl.constexpr(128)  # latent values a dot takes; also the group of a per-128 scale
 WORDS = tl.constexpr(144)  # 32-bit words of a row of 576 bytes
+COMBINE_VALUES = 4096  # of a combine program: 32 a thread
 LOG2E = 1.4426950408889634
 
 
@@ -70,12 +71,11 @@ def load_rows(kv, slot, word, rope_word):
 
 
 @triton.jit
-def scaled(k, scales, slot, G: tl.constexpr, SCALED: tl.constexpr):
-    """A chunk times its per-row scale, if rows have scales of their own."""
+def times_scale(x, scales, slot, G: tl.constexpr, SCALED: tl.constexpr):
+    """x [BLOCK, TILE] times the scale of each row's group G, if rows have scales of their own."""
     if SCALED:
-        scale = tl.load(scales + slot.to(tl.int64) * 4 + G)
-        k = (k.to(tl.float32) * scale[:, None]).to(tl.float16)
-    return k
+        x *= tl.load(scales + slot.to(tl.int64) * 4 + G)[:, None]
+    return x
 
 
 @triton.jit
@@ -118,9 +118,7 @@ def decode_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work,
     qp = qp.to(tl.float32)
     # BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
     # largest value just below 2^16, exactly, and its scores are scaled back in float32.
-    top = tl.maximum(
-        tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3))
-    )
+    top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     top = tl.maximum(tl.max(top, 0), tl.max(tl.abs(qp), 0))
     exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
     up = ((269 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
@@ -138,31 +136,45 @@ def decode_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work,
         if not PIPE:
             c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
             ahead = slots_of(pages, base, tl.minimum(start + BLOCK + lane, end - 1), PAGE)
-        k0 = scaled(widen(c0, ASM), scales, here, 0, SCALED)
-        k1 = scaled(widen(c1, ASM), scales, here, 1, SCALED)
-        k2 = scaled(widen(c2, ASM), scales, here, 2, SCALED)
-        k3 = scaled(widen(c3, ASM), scales, here, 3, SCALED)
+        k0 = widen(c0, ASM)
+        k1 = widen(c1, ASM)
+        k2 = widen(c2, ASM)
+        k3 = widen(c3, ASM)
         kp = widen(cp, ASM)
-        here = ahead
+        now, here = here, ahead
         if PIPE:
             c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
             ahead = slots_of(pages, base, tl.minimum(start + 2 * BLOCK + lane, end - 1), PAGE)
         s = tl.dot(kp, qp)
-        s = tl.dot(k0, q0, s)
-        s = tl.dot(k1, q1, s)
-        s = tl.dot(k2, q2, s)
-        s = tl.dot(k3, q3, s)
+        if SCALED:  # in float32, outside the dots: nothing is rounded
+            s += times_scale(tl.dot(k0, q0), scales, now, 0, SCALED)
+            s += times_scale(tl.dot(k1, q1), scales, now, 1, SCALED)
+            s += times_scale(tl.dot(k2, q2), scales, now, 2, SCALED)
+            s += times_scale(tl.dot(k3, q3), scales, now, 3, SCALED)
+        else:
+            s = tl.dot(k0, q0, s)
+            s = tl.dot(k1, q1, s)
+            s = tl.dot(k2, q2, s)
+            s = tl.dot(k3, q3, s)
         s = tl.where((start + lane < end)[:, None], s * back[None, :], float("-inf"))
         highest = tl.maximum(peak, tl.max(s, 0))
-        # Weights up to 2^15, not 1: FP16 then keeps eleven bits of far smaller ones.
-        p = tl.exp2(s - highest[None, :] + 15.0)
+        # Weights up to 2^15, not 1: FP16 then keeps eleven bits of far smaller ones. Scales take
+        # seven of these bits, so that weight times scale stays finite up to scales of 255.
+        p = tl.exp2(s - highest[None, :] + (8.0 if SCALED else 15.0))
         shrink = tl.exp2(peak - highest)[None, :]
         mass = mass * shrink + p
-        p = p.to(tl.float16)
-        o0 = tl.dot(tl.trans(k0), p, o0 * shrink)
-        o1 = tl.dot(tl.trans(k1), p, o1 * shrink)
-        o2 = tl.dot(tl.trans(k2), p, o2 * shrink)
-        o3 = tl.dot(tl.trans(k3), p, o3 * shrink)
+        o0 = tl.dot(
+            tl.trans(k0), times_scale(p, scales, now, 0, SCALED).to(tl.float16), o0 * shrink
+        )
+        o1 = tl.dot(
+            tl.trans(k1), times_scale(p, scales, now, 1, SCALED).to(tl.float16), o1 * shrink
+        )
+        o2 = tl.dot(
+            tl.trans(k2), times_scale(p, scales, now, 2, SCALED).to(tl.float16), o2 * shrink
+        )
+        o3 = tl.dot(
+            tl.trans(k3), times_scale(p, scales, now, 3, SCALED).to(tl.float16), o3 * shrink
+        )
         peak = highest
     total = tl.sum(mass, 0)
     mark = stats + (item * HEADS + heads) * 2
@@ -182,34 +194,33 @@ def combine_kernel(partial, stats, splits, out, out_scale, HEADS: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
     """One program a request, head and COLUMNS output columns: merges the request's work items.
 
-    `splits` [B + 1] says where each request's items begin. FINAL rounds to BF16; the interpreter
-    cannot, and stores float32.
+    `splits` [B + 1] says where each request's items begin; ROWS of them are merged at once. FINAL
+    rounds to BF16; the interpreter cannot, and stores float32.
     """
     request, head = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(splits + request), tl.load(splits + request + 1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    begin, end = tl.load(splits + request), tl.load(splits + request + 1)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    merged = tl.zeros([COLUMNS], tl.float32)
     for start in range(begin, end, ROWS):
-        item = start + row
-        at = stats + (item * HEADS + head) * 2
-        peak = tl.maximum(peak, tl.load(at, mask=item < end, other=float("-inf")))
-    highest = tl.max(peak, 0)
-    total = tl.zeros([ROWS], tl.float32)
-    merged = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(begin, end, ROWS):
-        item = start + row
+        item = start + tl.arange(0, ROWS)
         inside = item < end
-        at = stats + (item * HEADS + head) * 2
-        weight = tl.exp2(tl.load(at, mask=inside, other=float("-inf")) - highest)
-        weight *= tl.load(at + 1, mask=inside, other=0.0)
-        place = (item * HEADS + head).to(tl.int64)[:, None] * RANK + column[None, :]
-        merged += weight[:, None] * tl.load(partial + place, mask=inside[:, None], other=0.0)
-        total += weight
-    value = tl.sum(merged, 0) / tl.sum(total, 0) * out_scale
+        at = item * HEADS + head
+        peaks = tl.load(stats + at * 2, mask=inside, other=float("-inf"))
+        masses = tl.load(stats + at * 2 + 1, mask=inside, other=0.0)
+        place = at.to(tl.int64)[:, None] * RANK + column[None, :]
+        rows = tl.load(partial + place, mask=inside[:, None], other=0.0).to(tl.float32)
+        highest = tl.maximum(peak, tl.max(peaks, 0))
+        weight = masses * tl.exp2(peaks - highest)
+        shrink = tl.exp2(peak - highest)
+        merged = merged * shrink + tl.sum(weight[:, None] * rows, 0)
+        total = total * shrink + tl.sum(weight, 0)
+        peak = highest
+    value = merged / total * out_scale
     at = out + (request * HEADS + head).to(tl.int64) * RANK + column
     tl.store(at, value.to(tl.bfloat16) if FINAL else value)
 
@@ -236,16 +247,15 @@ class FusedAttention:
 
     name = "lab_fused_fp8"
 
-    def __init__(self, asm: bool = True):
-        self.asm = asm  # False in Triton's interpreter, which knows no inline PTX
-
-    def plan(self, batch: Batch, heads: int, sm_scale: float, **_: object) -> None:
-        """Choose launch parameters, cut the work, and allocate the partial results."""
+    def plan(self, batch: Batch, heads: int, sm_scale: float, *, row: LaunchRow | None = None,
+             **_: object) -> None:  # fmt: skip
+        """Choose launch parameters (the table's, or `row`), cut the work, allocate partials."""
         device = batch.pages.device
         self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
-        self.row = launch_row(device, heads, max(batch.lens), batch.live_tokens)
+        self.row = row or launch_row(device, heads, batch.concurrency, batch.live_tokens)
         self.tiles = triton.cdiv(heads, self.row.tile)
-        items = split(batch.lens, self.row.block, max(1, self.row.programs(device) // self.tiles))
+        programs = self.row.blocks_per_sm * multiprocessors(device)
+        items = split(batch.lens, self.row.block, max(1, programs // self.tiles))
         counts = torch.bincount(torch.tensor([b for b, *_ in items]), minlength=len(batch.lens))
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         self.splits = starts.int().to(device)
@@ -253,29 +263,33 @@ class FusedAttention:
         shape = len(items), heads, RANK.value
         self.partial = torch.empty(shape, dtype=torch.float32, device=device)
         self.stats = torch.empty(*shape[:2], 2, dtype=torch.float32, device=device)
-        # Few splits: few rows at a time, else the combine's tile is mostly padding.
-        self.rows = min(32, triton.next_power_of_2(int(counts.max())))
+        # All of a request's items at once where they fit in registers: one round of loads.
+        self.rows = min(256, triton.next_power_of_2(int(counts.max())))
+        self.columns = min(128, max(16, COMBINE_VALUES // self.rows))
 
     def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
             scale: float = 1.0, scales: torch.Tensor | None = None) -> None:  # fmt: skip
         """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512].
 
-        `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
-        part's groups of 128, whose dequantised values must stay within FP16's 65,504; the rope
-        part then has none.
+        `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32, up to 255) are scales of
+        the latent part's groups of 128; the rope part then has none.
         """
-        row, PDL = self.row, self.row.pdl
+        # Programmatic dependent launch: the next kernel of the chain is set up while this one
+        # drains. It took a fifth off a short request's step.
+        row, on_gpu = self.row, q_nope.is_cuda
+        PDL = on_gpu and torch.cuda.get_device_capability(q_nope.device) >= (9, 0)
+        # Triton's interpreter, on a CPU, knows neither inline PTX nor dependent launches.
         latent_scale = 1.0 if scales is not None else scale
         words = kv.view(torch.int32)
         decode_kernel[(self.tiles, len(self.work))](
             q_nope, q_pe, words, scales, self.partial, self.stats, self.batch.indptr,
             self.batch.pages, self.work, self.sm_scale * latent_scale * LOG2E,
             HEADS=self.heads, TILE=row.tile, BLOCK=row.block, PAGE=self.batch.page_size,
-            SCALED=scales is not None, VECTOR=row.vector, ASM=self.asm, PDL=PDL, PIPE=row.pipe,
+            SCALED=scales is not None, VECTOR=row.vector, ASM=on_gpu, PDL=PDL, PIPE=row.pipe,
             num_warps=row.warps, num_stages=1, **({"launch_pdl": True} if PDL else {}),
         )  # fmt: skip
-        combine_kernel[(len(self.batch.lens), self.heads, RANK.value // row.columns)](
+        combine_kernel[(len(self.batch.lens), self.heads, RANK.value // self.columns)](
             self.partial, self.stats, self.splits, out, latent_scale, HEADS=self.heads,
-            COLUMNS=row.columns, ROWS=self.rows, FINAL=out.dtype == torch.bfloat16, PDL=PDL,
-            num_warps=row.combine_warps, **({"launch_pdl": True} if PDL else {}),
+            COLUMNS=self.columns, ROWS=self.rows, FINAL=out.dtype == torch.bfloat16, PDL=PDL,
+            num_warps=4, **({"launch_pdl": True} if PDL else {}),
         )  # fmt: skip

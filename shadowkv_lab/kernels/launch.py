@@ -1,54 +1,93 @@
-"""Launch parameters of the decode kernel: a small table per architecture, and what stands behind it.
+"""Launch parameters of the decode kernel: a small table per architecture under data/launch.
 
-`shadowkv bench kernels --tune` measures the rows of the GPU at hand.
+A row is chosen by head count and load, and says what measurement stands behind it.
+`shadowkv bench kernels --tune` measures the rows of the GPU at hand and rewrites its file.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
+
+from shadowkv_lab import data
+
+SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
+FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
+LOADS = ("short", "few", "many")
 
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """How to launch the decode for one range of shapes.
+    """How to launch the decode for up to `heads` heads and one kind of load.
 
-    `tile` heads and `block` tokens a program, `warps` a program, `blocks_per_sm` programs that
-    fill a multiprocessor, `vector` 32-bit words a load, `pipe` loads a block ahead, `pdl`
-    programmatic dependent launch (SM90 and newer), `columns` and `combine_warps` of the combine.
-    `measured` says where the choice comes from, or that it is untuned.
+    `tile` heads and `block` tokens a program of `warps` warps; `vector` 32-bit words a load;
+    `pipe` loads a block ahead; `blocks_per_sm` programs that fill a multiprocessor. `measured`
+    says what stands behind the row.
     """
 
+    heads: int
+    load: str
     tile: int
     block: int
     warps: int
+    vector: int
+    pipe: bool
     blocks_per_sm: int
     measured: str
-    vector: int = 4
-    pipe: bool = True
-    pdl: bool = True
-    columns: int = 64
-    combine_warps: int = 2
 
-    def programs(self, device: torch.device) -> int:
-        """Programs of one full wave."""
-        return self.blocks_per_sm * multiprocessors(device)
+
+# Triton's interpreter, on a CPU: small tiles, so that few tokens already make several items.
+INTERPRETED = LaunchRow(128, "short", 8, 16, 4, 4, True, 4, "interpreter")
+
+
+def load_of(requests: int, live_tokens: int, multiprocessors: int) -> str:
+    """ "short", "few" or "many": which row of the table a batch takes."""
+    if live_tokens <= SHORT_TOKENS_PER_SM * multiprocessors:
+        return "short"
+    return "few" if requests <= FEW_REQUESTS else "many"
+
+
+def launch_row(device: torch.device, heads: int, requests: int, live_tokens: int) -> LaunchRow:
+    """The row for a device, head count and batch; the nearest lower architecture's if its own
+    has none."""
+    if device.type != "cuda":
+        return INTERPRETED
+    load = load_of(requests, live_tokens, multiprocessors(device))
+    fitting = [r for r in rows(architecture(device)) if r.load == load]
+    return next((r for r in fitting if heads <= r.heads), fitting[-1])
+
+
+def architecture(device: torch.device) -> str:
+    """`sm_90` and the like: the table's name for a device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = sorted(int(p.stem.split("_")[1]) for p in (data.DATA / "launch").glob("sm_*.json"))
+    return f"sm_{max([k for k in known if k <= 10 * major + minor], default=known[0])}"
+
+
+@cache
+def rows(arch: str) -> tuple[LaunchRow, ...]:
+    """An architecture's table, by ascending head count."""
+    entry = json.loads(_file(arch).read_text())
+    return tuple(sorted((LaunchRow(**r) for r in entry["rows"]), key=lambda r: r.heads))
+
+
+def save(arch: str, table: list[LaunchRow]) -> Path:
+    """Rewrite an architecture's table, one row a line."""
+    lines = ",\n  ".join(json.dumps(asdict(row)) for row in table)
+    _file(arch).write_text(f'{{\n "name": "{arch}",\n "rows": [\n  {lines}\n ]\n}}\n')
+    rows.cache_clear()
+    return _file(arch)
+
+
+def _file(arch: str) -> Path:
+    return data.DATA / "launch" / f"{arch}.json"
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """SMs of a device; one on a CPU, where kernels are only interpreted."""
     if device.type != "cuda":
-        return 4
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-UNTUNED = "compiles within this architecture's limits; not measured"
-
-
-def launch_row(device: torch.device, heads: int, longest: int, live_tokens: int) -> LaunchRow:
-    """The row for a GPU, head count and load; kept small on purpose."""
-    if device.type != "cuda":
-        return LaunchRow(min(8, heads), 16, 4, 1, "interpreter", pdl=False, pipe=True)
-    tile = min(16, max(8, heads))
-    return LaunchRow(tile, 64, 4, 2, UNTUNED)

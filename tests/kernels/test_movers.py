@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab.kernels import append, cast, gather_cast, reference  # noqa: E402
-from shadowkv_lab.kernels.reference import FP8, bits  # noqa: E402
+from shadowkv_lab.kernels import append, cast, gather_cast, reference
+from shadowkv_lab.kernels.reference import FP8, bits
 
 
 def some_fp8(count, device, seed=0):
@@ -19,7 +19,10 @@ def some_fp8(count, device, seed=0):
 
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_cast_is_exact(device, rows):
-    fp8, out = some_fp8(rows, device), torch.full((rows, 576), float("nan"), device=device).bfloat16()
+    fp8, out = (
+        some_fp8(rows, device),
+        torch.full((rows, 576), float("nan"), device=device).bfloat16(),
+    )
     cast.cast(fp8, out)
     assert torch.equal(out.view(torch.int16), fp8.bfloat16().view(torch.int16))
 

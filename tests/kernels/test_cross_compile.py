@@ -1,0 +1,77 @@
+"""Every kernel compiles for SM90, SM100 and SM120 without a GPU, within their shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+LIMITS = {90: 232_448, 100: 232_448, 120: 101_376}  # bytes a block may have (NVIDIA)
+
+# In a process of its own: this one may have Triton's interpreter switched on.
+CHILD = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from shadowkv_lab.kernels import append, cast, decode, gather_cast, launch
+
+arch = int(sys.argv[1])
+
+def compiled(kernel, pointers, constants, warps, **options):
+    names = kernel.arg_names
+    signature = {n: pointers.get(n, "constexpr") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names)
+               if signature[n].startswith("*")}
+    constants = {(names.index(k),): v for k, v in constants.items()}
+    source = ASTSource(kernel, signature, constants, aligned)
+    options = dict(num_warps=warps, num_stages=1, **options)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return built.metadata.shared
+
+found = {}
+found["cast"] = compiled(cast.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
+                         dict(BLOCK=cast.BLOCK), 4)
+rows = dict(rows="*bf16", slots="*i64", fp8="*fp8e4nv", bf16="*bf16", counters="*i32")
+found["append"] = compiled(append.append_kernel, rows, dict(
+    MAX=448.0, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True), 4)
+found["gather_cast"] = compiled(
+    gather_cast.gather_cast_kernel,
+    dict(source="*fp8e4nv", slots="*i64", target="*bf16", count="i32"),
+    dict(D=576, HEAD=512, TAIL=64, ROWS=gather_cast.ROWS), 4)
+pointers = dict(q_nope="*bf16", q_pe="*bf16", kv="*i32", partial="*fp32", stats="*fp32",
+                indptr="*i32", pages="*i32", work="*i32", sm_log2e="fp32")
+for row in launch.rows(f"sm_{arch}"):
+    variants = ((1, False), (64, True)) if row.heads == 8 else ((64, False),)
+    for page, scaled in variants:
+        name = f"decode {row.heads} {row.load} page {page}"
+        constants = dict(HEADS=row.heads, TILE=row.tile, BLOCK=row.block, PAGE=page, SCALED=scaled,
+                         VECTOR=row.vector, ASM=True, PDL=True, PIPE=row.pipe)
+        more = dict(scales="*fp32") if scaled else {}
+        if not scaled:
+            constants["scales"] = None
+        found[name] = compiled(decode.decode_kernel, pointers | more, constants, row.warps,
+                               launch_pdl=True)
+found["combine"] = compiled(
+    decode.combine_kernel,
+    dict(partial="*fp32", stats="*fp32", splits="*i32", out="*bf16", out_scale="fp32"),
+    dict(HEADS=8, COLUMNS=16, ROWS=256, FINAL=True, PDL=True), 4, launch_pdl=True)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+def test_kernels_compile_and_fit(arch):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    child = subprocess.run([sys.executable, "-c", CHILD, str(arch)], env=env, text=True,
+                           capture_output=True)  # fmt: skip
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads(child.stdout)
+    assert len([name for name in found if name.startswith("decode")]) == 12, (
+        "nine rows, those of 8 heads twice"
+    )
+    too_large = {name: size for name, size in found.items() if size > LIMITS[arch]}
+    assert not too_large

@@ -1,0 +1,172 @@
+"""The FP8 decode against float64: interpreted on a CPU, and on a GPU over hard cases."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from shadowkv_lab.batch import make_batch
+from shadowkv_lab.errors import KernelUnavailable
+from shadowkv_lab.kernels import attention, decode, launch
+from shadowkv_lab.kernels.reference import FP8, to_fp8
+
+SCALE = 256**-0.5
+
+
+def batch_of(lens, device, page_size=1, seed=0):
+    """Requests over random, disjoint pages, one page left free at the start (the dummy)."""
+    counts = [-(-n // page_size) for n in lens]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1
+    pages = list(order.split(counts))
+    spares = torch.stack([p[-1] for p in pages])[None, :]
+    return make_batch(pages, list(lens), spares, page_size, device), (sum(counts) + 1) * page_size
+
+
+def exact(q_nope, q_pe, kv, batch, scale=1.0, scales=None):
+    """Float64 attention written out, over the dequantised rows."""
+    rows = kv.double()
+    if scales is None:
+        rows = rows * scale
+    else:
+        rows[:, :512] *= scales.double().repeat_interleave(128, 1)
+    out, start = [], 0
+    for b, n in enumerate(batch.lens):
+        k = rows[batch.live_slots[start : start + n]]
+        start += n
+        logits = (q_nope[b].double() @ k[:, :512].T + q_pe[b].double() @ k[:, 512:].T) * SCALE
+        out.append(torch.softmax(logits, -1) @ k[:, :512])
+    return torch.stack(out)
+
+
+def worst(out, wanted):
+    """Largest relative L2 error of a (request, head); infinite where an output is not finite."""
+    error = (out.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    return float(error.nan_to_num(nan=math.inf).max())
+
+
+def check(q_nope, q_pe, kv, batch, row=None, **scales):
+    """The kernel's own error in float32, and that its BF16 output adds no more than rounding."""
+    wanted = exact(q_nope, q_pe, kv, batch, **scales)
+    kernel = decode.FusedAttention()
+    kernel.plan(batch, q_nope.shape[1], SCALE, row=row)
+    out = torch.full(q_nope.shape, float("nan"), device=q_nope.device)
+    kernel.run(q_nope, q_pe, kv, out, **scales)
+    assert worst(out, wanted) < 6e-4, "float32 output: FP16 weights, exact rows, exact queries"
+    if q_nope.is_cuda:  # the interpreter does not round to BF16
+        rounded = torch.full_like(q_nope, float("nan"))
+        kernel.run(q_nope, q_pe, kv, rounded, **scales)
+        # Rounding a vector that one value rules is alone off by up to 3.9e-3.
+        floor = worst(wanted.bfloat16(), wanted)
+        assert worst(rounded, wanted) <= max(3e-3, floor + 6e-4)
+    return kernel
+
+
+def random_case(lens, heads, device, page_size=1, seed=0, tail=0.0, size=1.0):
+    batch, slots = batch_of(lens, device, page_size, seed)
+    noise = torch.Generator().manual_seed(seed)
+    gains = torch.exp(torch.randn(576, generator=noise) * tail)
+    kv = to_fp8(torch.randn(slots, 576, generator=noise) * gains)
+    q = torch.randn(len(lens), heads, 576, generator=noise) * size
+    q = q.bfloat16().to(device)
+    return q[..., :512].contiguous(), q[..., 512:].contiguous(), kv.to(device), batch
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("heads", [8, 16])
+def test_random_rows_and_lengths(device, heads, page_size):
+    """Lengths that are a multiple of nothing, more items than one, page tables of both sizes."""
+    check(*random_case([1, 37, 70, 16], heads, device, page_size))
+
+
+@pytest.mark.parametrize("tail", [1.5, 3.0])
+def test_heavy_tailed_rows(device, tail):
+    check(*random_case([61, 5], 8, device, seed=2, tail=tail))
+
+
+def test_one_huge_logit(device):
+    q_nope, q_pe, kv, batch = random_case([50], 8, device, seed=3)
+    slot = batch.live_slots[23]
+    kv.view(torch.uint8)[slot] = (
+        to_fp8(q_nope[0, 0].repeat(2)[:576].cpu() * 100).view(torch.uint8).to(device)
+    )
+    check(q_nope * 10, q_pe, kv, batch)
+
+
+def test_all_equal_logits(device):
+    q_nope, q_pe, kv, batch = random_case([67], 8, device, seed=4)
+    check(q_nope * 0, q_pe * 0, kv, batch)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e30, 3e38, 1e-30])
+def test_queries_beyond_fp16(device, size):
+    """BF16 queries past 65,504 (and far below its least value) stay finite and right."""
+    q_nope, q_pe, kv, batch = random_case([40], 8, device, seed=5)
+    spread = torch.logspace(0, -3, 8, device=device).bfloat16()[None, :, None]
+    q_nope, q_pe = ((q / q.abs().max() * size * spread).bfloat16() for q in (q_nope, q_pe))
+    check(q_nope, q_pe, kv, batch)
+
+
+def test_per_tensor_scale(device):
+    check(*random_case([45, 3], 8, device, seed=6), scale=0.037)
+
+
+def test_per_group_scales(device):
+    q_nope, q_pe, kv, batch = random_case([45, 3], 8, device, seed=7)
+    scales = torch.exp(torch.randn(len(kv), 4, generator=torch.Generator().manual_seed(1)))
+    check(q_nope, q_pe, kv, batch, scales=scales.to(device))
+
+
+def test_more_programs_than_blocks(device):
+    """Every block its own item, and requests with one item beside requests with many."""
+    row = launch.LaunchRow(8, "many", 8, 16, 4, 4, True, 4096, "test")
+    kernel = check(*random_case([1, 200, 16, 17], 8, device, seed=8), row=row)
+    assert len(kernel.work) == 1 + 13 + 1 + 2
+
+
+SPLITS = [((1,), 32, 100), ((1000, 3, 64), 32, 8), ((8192,) * 32, 64, 264), ((5,) * 50, 16, 4)]
+
+
+@pytest.mark.parametrize("lens, block, target", SPLITS)
+def test_split_covers_every_token_once(lens, block, target):
+    items = decode.split(lens, block, target)
+    for b, n in enumerate(lens):
+        mine = [(start, end) for request, start, end in items if request == b]
+        covered = [t for start, end in mine for t in range(start, end)]
+        assert covered == list(range(n)), "each token once, in order"
+        assert all(start < end and start % block == 0 for start, end in mine), "no empty item"
+    assert len(items) <= max(target, len(lens))
+
+
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(KernelUnavailable, match="not a GPU"):
+        attention("fused_fp8", torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("lens", [[1], [1000], [40_000], [3000] * 5, [700, 1, 9000, 64] * 8])
+def test_every_row_of_the_table(heads, page_size, lens):
+    """Fresh random inputs for every head count, page size and kind of load."""
+    seed = int(torch.randint(2**31, ()))
+    check(*random_case(lens, heads, "cuda", page_size, seed=seed, tail=1.0))
+
+
+@pytest.mark.gpu
+def test_thousands_of_requests_of_one_token():
+    q_nope, q_pe, kv, batch = random_case([1] * 4096, 8, "cuda", seed=9)
+    check(q_nope, q_pe, kv, batch)
+
+
+@pytest.mark.gpu
+def test_rows_past_two_to_the_31():
+    """The live rows lie at the end of a pool of more than 2^31 values."""
+    q_nope, q_pe, kv, batch = random_case([500, 300], 8, "cuda", seed=10)
+    far = 2**31 // 576 + 10
+    pool = torch.zeros(far + len(kv), 576, dtype=torch.uint8, device="cuda")
+    pool[far:] = kv.view(torch.uint8)
+    for tensor in (batch.pages, batch.live_slots):
+        tensor.add_(far)
+    check(q_nope, q_pe, pool.view(FP8), batch)
