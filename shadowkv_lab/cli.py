@@ -170,6 +170,31 @@ def measure(
     ))  # fmt: skip
 
 
+@app.command("run-notebook")
+def run_notebook(
+    notebook: Path,
+    parameter: Annotated[list[str] | None, typer.Option("-p", help="NAME=VALUE; several.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Where to; in place if left out.")
+    ] = None,
+) -> None:
+    """Execute a notebook from a clean kernel, with other parameters if asked for."""
+    import ast
+
+    from shadowkv_lab.ui import notebooks
+
+    values = {}
+    for text in parameter or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise BadSize(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    console.print(f"wrote {notebooks.execute(notebook, output, values)}")
+
+
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the lab's own code.")
 app.add_typer(bench, name="bench")
 

@@ -41,7 +41,8 @@ class App:
 
     def __init__(self, call: str, controls: dict[str, w.Widget],
                  build: Callable[[dict, Callable, Callable[[], bool]], View],
-                 slow: Callable[[dict], bool] = lambda settings: False, columns: int = 2):  # fmt: skip
+                 slow: Callable[[dict], bool] = lambda settings: False,
+                 columns: int = 2):  # fmt: skip
         self.call, self.controls, self.build, self.slow = call, controls, build, slow
         self.defaults = {name: control.value for name, control in controls.items()}
         self.turn, self.worker, self.view = 0, None, View([])
@@ -53,7 +54,9 @@ class App:
         reset.on_click(lambda _: self.reset())
         save.on_click(lambda _: self.save())
         self.plots = w.GridBox(
-            layout=w.Layout(grid_template_columns=f"repeat({columns}, {PLOT_WIDTH}px)", grid_gap="6px")
+            layout=w.Layout(
+                grid_template_columns=f"repeat({columns}, {PLOT_WIDTH}px)", grid_gap="6px"
+            )
         )
         grid = w.GridBox(list(controls.values()),
                          layout=w.Layout(grid_template_columns="repeat(2, 610px)"))  # fmt: skip

@@ -41,7 +41,9 @@ def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
 def with_bytes(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs with the GB that each phase moves, by the strategy's own formula."""
     moved = [
-        parse(r.strategy).step_moves(geometry.load(r.model), r.pool_tokens, r.live_tokens, r.new_tokens)
+        parse(r.strategy).step_moves(
+            geometry.load(r.model), r.pool_tokens, r.live_tokens, r.new_tokens
+        )
         for r in runs.itertuples()
     ]
     return runs.assign(
@@ -80,8 +82,8 @@ def _note(runs: pd.DataFrame) -> str:
     return (
         f"<b>{cell.provenance}</b> on {cell['origin.device']}, {cell['origin.date'][:10]}, "
         f"torch {cell['origin.torch']}, attention: {', '.join(sorted(set(runs.backend)))}; pool "
-        f"{cell.pool_tokens:,}, {cell.concurrency} x {cell.context:,}; worst relative error against "
-        f"float64 {runs.error.max():.1e}"
+        f"{cell.pool_tokens:,}, {cell.concurrency} x {cell.context:,}; worst relative error "
+        f"against float64 {runs.error.max():.1e}"
     )
 
 
@@ -138,12 +140,15 @@ def table(view: View) -> pd.DataFrame:
         "kept_bytes": "kept GiB", "error": "error", "provenance": "provenance",
     }  # fmt: skip
     shown = view.table[[*names]].sort_values("step_ms")
-    shown = shown.assign(kept_bytes=shown.kept_bytes / 2**30, error=shown.error.map("{:.1e}".format))
+    shown = shown.assign(
+        kept_bytes=shown.kept_bytes / 2**30, error=shown.error.map("{:.1e}".format)
+    )
     return shown.rename(columns=names).round(3).reset_index(drop=True)
 
 
 def explorer(model: str = "glm-5", pool_tokens: int | None = None, concurrency: int = 1,
-             context: int = 1024, heads: int | None = None, strategies: tuple[str, ...] | None = None,
+             context: int = 1024, heads: int | None = None,
+             strategies: tuple[str, ...] | None = None,
              live: bool = False, rows: str = SYNTHETIC) -> w.Widget:  # fmt: skip
     """The decode lab as a widget; every argument is the start value of a control.
 
@@ -174,7 +179,8 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         "heads": w.Dropdown(
             options=[8, 16, 32, 64, 128], value=heads or geometry.load(model).heads_per_gpu(8),
             description="heads a GPU", style=LABEL),
-        "rows": w.Dropdown(options=[SYNTHETIC, *files], value=rows, description="rows", style=LABEL),
+        "rows": w.Dropdown(options=[SYNTHETIC, *files], value=rows, description="rows",
+                           style=LABEL),
         "strategies": w.SelectMultiple(
             options=[*STRATEGIES], value=strategies or tuple(runnable if live else STRATEGIES),
             description="strategies", rows=len(STRATEGIES), style=LABEL),
@@ -188,8 +194,8 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
             return recorded_view(**asked)
         shape = geometry.load(asked.pop("model"))
         bench = decode.Bench(
-            shape, asked.pop("heads"), device, modes=("graph",), progress=report, cancelled=cancelled,
-            **_rows(settings["rows"]),
+            shape, asked.pop("heads"), device, modes=("graph",), progress=report,
+            cancelled=cancelled, **_rows(settings["rows"]),
         )  # fmt: skip
         fitting = [r for r in seen if (r.model, r.heads) == (shape.name, bench.heads)]
         view = measured_view(bench, **asked, seen=fitting)

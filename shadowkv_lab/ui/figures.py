@@ -48,9 +48,13 @@ def _ratio_title(runs: pd.DataFrame) -> str:
     by_name = runs.set_index("strategy").step_ms
     if {"full_cast", "shadow"} <= set(by_name.index):
         ratio = by_name["full_cast"] / by_name["shadow"]
-        return f"The shadow's step is {ratio:.1f} times shorter than full cast's<br><sup>{where}</sup>"
+        return (
+            f"The shadow's step is {ratio:.1f} times shorter than full cast's<br><sup>{where}</sup>"
+        )
     best = by_name.idxmin()
-    return f"{style.title(best)} takes the shortest step, {by_name[best]:.2f} ms<br><sup>{where}</sup>"
+    return (
+        f"{style.title(best)} takes the shortest step, {by_name[best]:.2f} ms<br><sup>{where}</sup>"
+    )
 
 
 def _same(values: pd.Series) -> str:
@@ -107,12 +111,14 @@ def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
             x=ours[x], y=ours.step_ms, name=style.title(strategy), mode="lines+markers",
             line=dict(color=style.colour(strategy), dash=style.DASHES[provenance]),
             customdata=ours[["provenance", "cast_ms", "attention_ms"]],
-            hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>cast %{customdata[1]:.3f}, "
-            "attention %{customdata[2]:.3f} ms",
+            hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
+            "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",
         )  # fmt: skip
     kinds = ", ".join(sorted(set(runs.provenance)))
     fig.update_layout(legend_title_text=f"{kinds}: ")
-    fig.update_xaxes(tickvals=sorted(set(runs[x])), ticktext=[f"{v:,}" for v in sorted(set(runs[x]))])
+    fig.update_xaxes(
+        tickvals=sorted(set(runs[x])), ticktext=[f"{v:,}" for v in sorted(set(runs[x]))]
+    )
     return fig
 
 
@@ -128,8 +134,8 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
     colours = [style.colour(s) for s in runs.strategy]
     for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
         fig.add_bar(
-            y=names, x=values, orientation="h", name=name, marker=dict(color=colours, opacity=opacity),
-            hovertemplate="%{y}: %{x:.2f} GiB " + name + "<extra></extra>", showlegend=False,
+            y=names, x=values, orientation="h", name=name,
+            marker=dict(color=colours, opacity=opacity), hovertemplate="%{y}: %{x:.2f} GiB " + name + "<extra></extra>", showlegend=False,
         )  # fmt: skip
         _grey_legend(fig, name, opacity)
     fig.update_layout(barmode="stack")

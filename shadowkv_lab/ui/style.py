@@ -45,7 +45,8 @@ def figure(heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = F
         font=dict(family=FONT, size=13, color="#222"),
         width=WIDTH, height=height, margin=dict(l=70, r=20, t=70, b=90),
         plot_bgcolor="white", paper_bgcolor="white", hovermode="closest",
-        legend=dict(orientation="h", traceorder="normal", x=0, xanchor="left", y=-0.2, yanchor="top"),
+        legend=dict(orientation="h", traceorder="normal", x=0, xanchor="left",
+                    y=-0.2, yanchor="top"),
         xaxis=dict(title=x, **axis, **(LOG if log_x else {})),
         yaxis=dict(title=y, **axis, **(LOG if log_y else {})),
     )  # fmt: skip
