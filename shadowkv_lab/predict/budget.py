@@ -1,0 +1,233 @@
+"""Where a GPU's memory goes, term by term, and how many tokens each strategy can then keep."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from shadowkv_lab import data, hardware
+from shadowkv_lab.errors import BadSize, BudgetDoesNotFit
+from shadowkv_lab.geometry import Geometry, load
+from shadowkv_lab.hardware import Card
+from shadowkv_lab.strategies import STRATEGIES, Strategy, parse, parse_list
+
+GIB = 1 << 30
+ENGINES = ("sglang", "vllm")
+REQUEST_ROWS = 48  # rows of the page table when the engine is not told how many requests may run
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of the budget: signed GiB, how it comes about in numbers, and its provenance."""
+
+    name: str
+    gib: float
+    formula: str
+    provenance: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one strategy makes of the KV memory. Bytes a token are over all layers of one GPU."""
+
+    strategy: str
+    token_bytes: int
+    index_bytes: int  # of token_bytes, the DSA index keys
+    tokens: int
+    requests: int  # of `Budget.context` tokens each
+    kept_gib: float
+    scratch_gib: float  # BF16 rows that one layer at a time is cast into
+    left_gib: float  # of the reserve, behind graphs, page tables, activations and this scratch
+
+    @property
+    def fits(self) -> bool:
+        """Whether the wanted requests and the scratch fit the card."""
+        return self.tokens > 0 and self.left_gib >= 0
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of one GPU. `terms` add up to `kv_gib`; `spent` is taken from the reserve."""
+
+    geometry: Geometry
+    card: Card
+    tensor_parallel: int
+    engine: str
+    context: int
+    concurrency: int
+    terms: tuple[Term, ...]
+    spent: tuple[Term, ...]
+    kv_gib: float
+    reserve_gib: float
+    capacities: tuple[Capacity, ...]
+
+    @property
+    def formula(self) -> str:
+        """The KV memory, term by term with its numbers; one line a term."""
+        lines = [
+            f"{t.gib or 0:+9.2f} GiB  {t.name}: {t.formula} [{t.provenance}]" for t in self.terms
+        ]
+        return "\n".join([*lines, f"= {self.kv_gib:7.2f} GiB  KV cache"])
+
+    def of(self, strategy: "str | Strategy") -> Capacity:
+        """The capacity of one strategy."""
+        label = parse(strategy).label
+        return next(c for c in self.capacities if c.strategy == label)
+
+    def table(self) -> pd.DataFrame:
+        """One row a strategy."""
+        return pd.DataFrame([{**vars(c), "fits": c.fits} for c in self.capacities])
+
+
+def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int = 8,
+           weights_gib: float | None = None, mem_fraction_static: float | None = None,
+           strategies: "Sequence[Strategy | str] | str | None" = None, *, context: int = 1024,
+           concurrency: int = 1, kv_gib: float | None = None, pool_tokens: int | None = None,
+           pool_dtype: str = "fp8", before_weights_gib: float = 0.0, graphs_gib: float = 0.0,
+           activations_gib: float = 0.0, index: bool = True, mtp: bool = False, page_size: int = 1,
+           engine: str = "sglang", source: str = "assumed") -> Budget:  # fmt: skip
+    """The budget of one GPU, by the engine's own rule.
+
+    `weights_gib` is per GPU, as logs print it, and `mem_fraction_static` SGLang's (or vLLM's
+    `gpu_memory_utilization`); both default to the case's. SGLang: KV = free after weights - (1 -
+    fraction) x free before weights. vLLM: KV = fraction x card - before - weights - graphs -
+    activations. `kv_gib`, or `pool_tokens` rows of `pool_dtype`, from a log overrules the rule,
+    and what the rule then cannot account for is a term of its own. `source` is the provenance of
+    what was typed. Raises `BadSize`, or `BudgetDoesNotFit` where nothing is left for KV.
+    """
+    geometry, card = load(geometry), hardware.card(card) if isinstance(card, str) else card
+    case = data.find("published", "published result", "case")
+    weights_gib = case["weights_gib"] if weights_gib is None else weights_gib
+    fraction = case["mem_fraction_static"] if mem_fraction_static is None else mem_fraction_static
+    geometry.heads_per_gpu(tensor_parallel)
+    _check(weights_gib=weights_gib, before_weights_gib=before_weights_gib, graphs_gib=graphs_gib,
+           activations_gib=activations_gib, kv_gib=kv_gib, pool_tokens=pool_tokens)  # fmt: skip
+    _check(least=1, context=context, concurrency=concurrency, page_size=page_size)
+    if not 0 < fraction < 1:
+        raise BadSize(f"A memory fraction of {fraction}", "above 0 and below 1")
+    if engine not in ENGINES:
+        raise BadSize(f"Engine {engine!r}", ", ".join(ENGINES))
+    if context > geometry.max_positions:
+        raise BadSize(f"Context {context} for {geometry.name}", f"1 to {geometry.max_positions}")
+
+    before = card.memory_gib - before_weights_gib
+    pages_gib = 4 * max(concurrency, REQUEST_ROWS) * geometry.max_positions / GIB
+    spent = (
+        Term("CUDA graphs", graphs_gib, "as typed", source),
+        Term("page tables", pages_gib, f"4 B x {max(concurrency, REQUEST_ROWS)} requests x "
+             f"{geometry.max_positions} positions", "calibrated"),
+        Term("activations", activations_gib, "as typed", source),
+    )  # fmt: skip
+    terms = [
+        Term("card memory", card.memory_gib, f"{card.memory_mib} MiB / 1024", "recorded"),
+        Term(
+            "before weights", 0 - before_weights_gib, "CUDA context, NCCL, other processes", source
+        ),
+        Term("weights", -weights_gib, "'mem usage' of one GPU", source),
+    ]
+    if engine == "sglang":
+        reserve, rule = (1 - fraction) * before, f"(1 - {fraction}) x {before:.2f} free before"
+    else:
+        reserve = (1 - fraction) * card.memory_gib
+        rule = f"(1 - {fraction}) x {card.memory_gib:.2f} of the card"
+        terms += [Term(t.name, -t.gib, t.formula, t.provenance) for t in spent]
+    terms.append(Term("reserve", -reserve, rule, "calibrated"))
+    if pool_tokens is not None:
+        a_token = geometry.token_bytes(pool_dtype, index=index, mtp=mtp)
+        kv_gib = pool_tokens * a_token / GIB
+    rest = sum(t.gib for t in terms)
+    if kv_gib is not None:
+        terms.append(Term("not accounted for", kv_gib - rest, f"the log's {kv_gib:.2f} GiB of KV - "
+                          f"{rest:.2f} by the rule", source))  # fmt: skip
+    kv = sum(t.gib for t in terms)
+    if kv <= 0:
+        raise BudgetDoesNotFit(
+            f"{geometry.name} on {card.title}: {weights_gib:.2f} GiB of weights and a reserve of "
+            f"{reserve:.2f} GiB leave {kv:.2f} of {card.memory_gib:.2f} GiB for KV",
+            f"weights below {card.memory_gib - before_weights_gib - reserve:.2f} GiB a GPU",
+            "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
+        )
+    chosen = parse_list(strategies or [kind() for kind in STRATEGIES.values()])
+    # vLLM has taken graphs, page tables and activations off the KV cache already.
+    left = reserve - (sum(t.gib for t in spent) if engine == "sglang" else 0)
+    load_ = context, concurrency
+    capacities = tuple(
+        _capacity(s, geometry, kv, left, *load_, index, mtp, page_size) for s in chosen
+    )
+    return Budget(
+        geometry,
+        card,
+        tensor_parallel,
+        engine,
+        *load_,
+        tuple(terms),
+        spent,
+        kv,
+        reserve,
+        capacities,
+    )
+
+
+def _check(least: float = 0, **sizes: float | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and not (math.isfinite(size) and size >= least):
+            raise BadSize(f"{name} of {size}", f"a finite number, {least} or more")
+    if sizes.get("weights_gib") == 0 or sizes.get("kv_gib") == 0 or sizes.get("pool_tokens") == 0:
+        raise BadSize("A size of 0", "above 0")
+
+
+def token_bytes(strategy: Strategy, geometry: Geometry, index: bool, mtp: bool) -> int:
+    """Bytes a strategy keeps per token on one GPU: rows of all layers, index keys, MTP layer."""
+    index_layers = geometry.index_layers + (geometry.mtp_layers if mtp and geometry.dsa else 0)
+    mtp_row = geometry.row_bytes("+".join(strategy.at(geometry.layers - 1).kinds))
+    return (
+        strategy.token_bytes(geometry)
+        + (geometry.mtp_layers * mtp_row if mtp else 0)
+        + (index_layers * geometry.row_bytes("index") if index and geometry.dsa else 0)
+    )
+
+
+def _capacity(strategy, geometry, kv_gib, left_gib, context, concurrency, index, mtp, page_size):
+    a_token = token_bytes(strategy, geometry, index, mtp)
+    tokens = int(kv_gib * GIB // a_token) // page_size * page_size
+    a_request = -(-context // page_size) * page_size
+    live = min(concurrency, tokens // a_request) * context
+    scratch = strategy.scratch_bytes(geometry, tokens, live) / GIB
+    return Capacity(strategy.label, a_token, a_token - token_bytes(strategy, geometry, False, mtp),
+                    tokens, tokens // a_request, tokens * a_token / GIB, scratch,
+                    left_gib - scratch)  # fmt: skip
+
+
+def largest_context(
+    plan: Budget, strategy: "str | Strategy", concurrency: int | None = None
+) -> int:
+    """The longest context that so many requests can each have; 0 where not one token fits."""
+    _check(least=1, concurrency=concurrency)
+    tokens = plan.of(strategy).tokens // (concurrency or plan.concurrency)
+    return min(tokens, plan.geometry.max_positions)
+
+
+def cards_for(geometry: "Geometry | str", strategy: "str | Strategy", concurrency: int,
+              context: int, **options) -> pd.DataFrame:  # fmt: skip
+    """Every known card, smallest first: tokens, requests, and whether the wanted load fits.
+
+    `options` are those of `budget`. The first row with `fits` is the smallest card.
+    """
+    rows = []
+    for card in sorted(map(hardware.card, hardware.known_cards()), key=lambda c: c.memory_mib):
+        try:
+            plan = budget(geometry, card, strategies=[strategy], context=context,
+                          concurrency=concurrency, **options)  # fmt: skip
+            capacity, why = plan.capacities[0], ""
+        except BudgetDoesNotFit as error:
+            capacity, why = None, error.what
+        fits = capacity is not None and capacity.fits and capacity.requests >= concurrency
+        if capacity and not fits:
+            why = f"holds {capacity.requests} requests of {context} tokens, wanted {concurrency}"
+        rows.append({
+            "card": card.name, "memory_gib": card.memory_gib,
+            "tokens": capacity.tokens if capacity else 0,
+            "requests": capacity.requests if capacity else 0, "fits": fits, "why": why,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
