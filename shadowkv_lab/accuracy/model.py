@@ -9,7 +9,8 @@ import torch
 
 from shadowkv_lab.accuracy.attention import divergence
 from shadowkv_lab.accuracy.storage import STORAGES, calibrated_scale, round_trip
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import BadSize, KernelUnavailable
+from shadowkv_lab.hardware import version_of
 from shadowkv_lab.sources import capture, checkpoint
 
 Progress = Callable[[str, float], None]
@@ -38,7 +39,12 @@ def quantised_cache(config, storage: str, scales: Sequence[float] | None = None)
 
     class QuantisedCache(DynamicCache):
         def update(self, latent, k_rope, layer_idx, *args, **options):
-            rank = latent.shape[-1]
+            rank = config.kv_lora_rank
+            if latent.shape[-1] != rank:
+                raise KernelUnavailable(
+                    f"transformers {version_of('transformers')} caches expanded keys, no latents",
+                    remedy="pip install 'transformers>=5.18'",
+                )
             rows = torch.cat([latent, k_rope], -1).flatten(0, -2)
             scale = scales[layer_idx] if scales else None
             stored = round_trip(rows, storage, rank, scale).to(latent.dtype)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -143,17 +144,15 @@ def run(
         torch.linspace(total // 2, total - 1, min(queries, total - total // 2)).long().unique()
     )
     cache = DynamicCache(config=model.config)
-    tap = _Tap(set(layers), positions.tolist())
+    tap = _Tap(set(layers), positions.tolist(), model.config.kv_lora_rank)
     argument = cache_argument(model.model)
-    with tap.installed():
+    with tap.installed(model):
         for start in range(0, total, chunk_tokens):
             progress(f"prefill {start} of {total} tokens", start / total)
-            tap.start = start
             chunk = ids[None, start : start + chunk_tokens].to(device)
+            tap.start, tap.length = start, chunk.shape[1]
             model.model(input_ids=chunk, use_cache=True, **{argument: cache})
-    rows = [
-        torch.cat([cache.layers[n].keys, cache.layers[n].values], -1)[0, 0].cpu() for n in layers
-    ]
+    rows = [tap.rows(n, cache.layers[n]).cpu() for n in layers]
     index = [getattr(cache.layers[n], "indexer_keys", None) for n in layers]
     for n, r in zip(layers, rows, strict=True):
         formats.check_finite(r, f"Layer {n}")
@@ -193,16 +192,22 @@ class _Tap:
     """Stands in for transformers' "sdpa" function, calls it, and keeps some queries.
 
     There the queries have been rotated by the model's own RoPE, whichever kind it is, and the
-    model's softmax scale and mask (the indexer's choice included) are arguments.
+    model's softmax scale and mask (the indexer's choice included) are arguments. It also watches
+    `expand_kv`, for versions whose cache holds no latents.
     """
 
     layers: set[int]
     positions: list[int]
+    rank: int  # kv_lora_rank
     start: int = 0  # the position of the running chunk's first token
+    length: int = 0  # its tokens
     samples: dict[int, list[_Sample]] = field(default_factory=dict)
 
+    latents: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each chunk
+
     @contextmanager
-    def installed(self):
+    def installed(self, model: torch.nn.Module):
+        """Watch a model's attention for as long as the context lasts."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         original = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -213,11 +218,31 @@ class _Tap:
                 self._take(module, query, key, mask, out, options["scaling"])
             return out, weights
 
+        watched = [model.model.layers[n].self_attn for n in sorted(self.layers)]
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+        for module in watched:
+            module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
         try:
             yield
         finally:
             del ALL_ATTENTION_FUNCTIONS["sdpa"]
+            for module in watched:
+                del module.expand_kv  # the instance's; the class has its own
+
+    def _expand(self, layer: int, expand: Callable, latent: torch.Tensor, k_rope: torch.Tensor):
+        if latent.shape[2] == self.length:  # the chunk's own, not a whole cache of latents
+            self.latents.setdefault(layer, []).append(torch.cat([latent, k_rope], -1)[0, 0])
+        return expand(latent, k_rope)
+
+    def rows(self, layer: int, kept) -> torch.Tensor:
+        """A layer's latent rows [T, rank + rope]: what its cache layer `kept` holds.
+
+        transformers 5.16 and 5.17 cache expanded keys for DSA models, and expand each chunk's own
+        latents; from 5.18 on every MLA model caches latents and expands them all.
+        """
+        if kept.keys.shape[1] == 1 and kept.keys.shape[3] == self.rank:
+            return torch.cat([kept.keys, kept.values], -1)[0, 0]
+        return torch.cat(self.latents[layer])
 
     def _take(self, module, query, key, mask, out, scaling) -> None:
         at = [p - self.start for p in self.positions if 0 <= p - self.start < query.shape[2]]

@@ -17,6 +17,8 @@ from shadowkv_lab.errors import BadCheckpoint, BadSize, NotMLA, UnsupportedQuant
 from shadowkv_lab.sources import checkpoint
 from shadowkv_lab.sources.tensorfile import TensorFile
 
+pytest.importorskip("transformers")
+
 INDEX = "model.safetensors.index.json"
 
 
