@@ -177,19 +177,6 @@ def test_attention_progress(pool):
     assert seen == [0.0, 0.5, 1.0]
 
 
-@pytest.mark.gpu
-def test_every_strategy_on_a_gpu(pool):
-    """What is stored is the CPU's, bit for bit; each kernel is near float64 over it."""
-    found = accuracy.attention_errors(pool, [k() for k in STRATEGIES.values()], device="cuda:0")
-    cpu = {e.layer: e for e in accuracy.attention_errors(pool, [parse("full_cast")])}
-    for error in found:
-        if STRATEGIES[error.name].kinds[0] == "fp8":
-            assert error.storage_output == pytest.approx(cpu[error.layer].storage_output, rel=1e-9)
-        assert error.kernel_output < 1e-2, error
-    gpu = accuracy.coherence(pool, device="cuda:0")
-    assert gpu.exact_equals_full_cast and gpu.exact_survives_restore
-
-
 # Model error
 
 latent_cache = pytest.mark.skipif(
