@@ -44,7 +44,7 @@ class Bench:
     source: str = "synthetic"
     fill: Callable[[Pool, int], None] = synthetic.fill
     modes: tuple[str, ...] = ("graph", "eager")
-    budget_s: float = 0.4
+    budget_s: float = 0.2
     progress: Callable[[str, float], None] = lambda text, done: None
     cancelled: Callable[[], bool] = lambda: False
 

@@ -30,7 +30,7 @@ def compiled(kernel, pointers, constants, warps, **options):
     source = ASTSource(kernel, signature, constants, aligned)
     options = dict(num_warps=warps, num_stages=1, **options)
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return built.metadata.shared
+    return built.metadata.shared, "mma" in built.asm["ptx"]
 
 found = {}
 found["cast"] = compiled(cast.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
@@ -70,8 +70,11 @@ def test_kernels_compile_and_fit(arch):
                            capture_output=True)  # fmt: skip
     assert child.returncode == 0, child.stderr[-2000:]
     found = json.loads(child.stdout)
-    assert len([name for name in found if name.startswith("decode")]) == 12, (
-        "nine rows, those of 8 heads twice"
+    assert len([name for name in found if name.startswith("decode")]) == 15, (
+        "twelve rows, those of 8 heads twice"
     )
-    too_large = {name: size for name, size in found.items() if size > LIMITS[arch]}
+    too_large = {name: size for name, (size, _) in found.items() if size > LIMITS[arch]}
     assert not too_large
+    # Triton 3.6 compiles tiles of 64 heads to an empty kernel for SM100, without a word.
+    empty = [name for name, (_, dots) in found.items() if name.startswith("decode") and not dots]
+    assert not empty

@@ -1,0 +1,164 @@
+"""Figures of the kernel benchmark: bandwidth against the floor, and ours against the peers."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shadowkv_lab import data
+from shadowkv_lab.errors import BadRecord
+from shadowkv_lab.measure.records import SCHEMA
+from shadowkv_lab.strategies import parse
+from shadowkv_lab.ui import style
+
+OURS = ("cast", "append", "gather_cast", "fused_fp8")
+# A peer's colour is that of the strategy whose bytes it moves.
+FAMILY = {"cast": "vector_cast", "torch copy_": "full_cast", "torch.compile": "bf16_pool",
+          "gather_cast": "gather_cast", "torch index_select + to": "full_cast",
+          "fused_fp8": "fused_fp8", "flashinfer bf16": "bf16_pool",
+          "flashinfer native_fp8": "native_fp8"}  # fmt: skip
+
+
+def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
+    """Rows of a `shadowkv bench kernels --record` file, the newest of data/runs if none is named,
+    and where they come from. Raises `BadRecord`."""
+    paths = [Path(path)] if path else sorted(data.RUNS.glob("*kernels.json"))
+    if not paths:
+        raise BadRecord("No kernel benchmark is recorded", "data/runs/*kernels.json",
+                        "Record one on a GPU: shadowkv bench kernels --record FILE")  # fmt: skip
+    try:
+        files = [json.loads(p.read_text()) for p in paths]
+    except (OSError, ValueError) as error:
+        raise BadRecord(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
+    for p, file in zip(paths, files, strict=True):
+        if not isinstance(file, dict) or file.get("schema") != SCHEMA:
+            raise BadRecord(f"{p.name} is no kernel benchmark of schema {SCHEMA}",
+                            remedy="Record it again")  # fmt: skip
+    newest = max(files, key=lambda f: f["origin"]["date"])
+    return pd.DataFrame(newest["rows"]), newest["origin"]
+
+
+def bandwidth(rows: pd.DataFrame, origin: dict) -> go.Figure:
+    """Each kernel's bytes over its time, beside the copy bandwidth of the same run."""
+    moved = rows[rows.kernel.isin(["cast", "torch copy_", "torch.compile", "gather_cast",
+                                   "torch index_select + to"])]  # fmt: skip
+    big = moved[moved["shape"].str.contains("slots")].ms.idxmax()
+    shape = moved.loc[big, "shape"]
+    at = moved[moved["shape"] == shape].set_index("kernel")
+    heading = (
+        f"The cast reaches {at.of_copy['cast']:.0%} of copy bandwidth, torch's "
+        f"{at.of_copy['torch copy_']:.0%}<br><sup>{shape}, all layers, recorded on "
+        f"{origin['device']}; copy {origin['copy_gb_per_s']:,.0f} GB/s</sup>"
+    )
+    return _bars(moved, heading, origin["copy_gb_per_s"])
+
+
+def decode_bandwidth(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
+    """Decode attention: live bytes over time at one head count, and what copying them takes."""
+    ours = rows[(rows.heads == heads) & rows.error.notna()]
+    best = ours[ours.kernel == "fused_fp8"].of_copy.max()
+    heading = (
+        f"With {heads} heads the FP8 decode reads its rows at up to {best:.0%} of copy bandwidth"
+        f"<br><sup>recorded on {origin['device']}</sup>"
+    )
+    return _bars(_better(ours), heading, origin["copy_gb_per_s"])
+
+
+def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
+    """Decode attention in ms a step: ours, FlashInfer's better BF16, its better FP8."""
+    ours = _better(rows[(rows.heads == heads) & rows.error.notna()])
+    ratios = ours[ours.kernel == "flashinfer bf16"].ratio
+    heading = (
+        f"With {heads} heads the FP8 decode takes {ratios.min():.2f} to {ratios.max():.2f} of "
+        f"FlashInfer's BF16 time<br><sup>attention of all layers, recorded on {origin['device']}"
+        "</sup>"
+    )
+    fig = style.figure(heading, "", "attention, all layers (ms)", log_y=True)
+    for kernel, part in ours.groupby("kernel", sort=False):
+        _bar(fig, kernel, part, part.ms, "%{y:.2f} ms<br>%{customdata[0]:,.0f} GB/s")
+    floor = ours[ours.kernel == "fused_fp8"]
+    fig.add_scatter(
+        x=floor["shape"], y=floor.bytes / origin["copy_gb_per_s"] / 1e6, mode="markers",
+        name="FP8 bytes at copy speed", marker=dict(symbol="line-ew-open", size=34, color="#000"),
+        hovertemplate="floor %{y:.2f} ms<extra></extra>",
+    )  # fmt: skip
+    return fig.update_layout(barmode="group")
+
+
+def _better(rows: pd.DataFrame) -> pd.DataFrame:
+    """The better of fa2 and fa3 at each shape speaks for FlashInfer."""
+    rows = rows.assign(kernel=rows.kernel.str.replace(r" fa\d$", "", regex=True))
+    best = rows.groupby(["shape", "kernel"], sort=False).ms.idxmin()
+    return rows.loc[best]
+
+
+def _bars(rows: pd.DataFrame, heading: str, ceiling: float) -> go.Figure:
+    fig = style.figure(heading, "", "bytes moved over time (GB/s)")
+    for kernel, part in rows.groupby("kernel", sort=False):
+        _bar(fig, kernel, part, part.gb_per_s, "%{y:,.0f} GB/s<br>%{customdata[1]:.3f} ms")
+    fig.add_hline(y=ceiling, line=dict(color="#000", dash="dot"), annotation_text="copy",
+                  annotation_position="top left")  # fmt: skip
+    return fig.update_layout(barmode="group")
+
+
+def _bar(fig: go.Figure, kernel: str, part: pd.DataFrame, y: pd.Series, hover: str) -> None:
+    fig.add_bar(
+        x=part["shape"], y=y, name=kernel, customdata=part[["gb_per_s", "ms"]],
+        marker=dict(color=style.colour(FAMILY.get(kernel, kernel)),
+                    pattern=dict(shape=style.PATTERNS["recorded"], size=6)),
+        hovertemplate=f"{kernel}, %{{x}}: {hover}, recorded<extra></extra>",
+    )  # fmt: skip
+
+
+def table(rows: pd.DataFrame) -> pd.DataFrame:
+    """All rows, ready to be read; `ours / this` below 1 means that ours is faster."""
+    names = {
+        "kernel": "kernel",
+        "shape": "shape",
+        "heads": "heads",
+        "ms": "ms",
+        "gb_per_s": "GB/s",
+        "of_copy": "of copy",
+        "error": "error",
+        "ratio": "ours / this",
+    }
+    shown = rows[[*names]].rename(columns=names)
+    shown["error"] = shown.error.map(lambda e: "" if pd.isna(e) else f"{e:.1e}")
+    shown["heads"] = shown.heads.map(lambda h: h or "")
+    return shown.round({"ms": 3, "GB/s": 0, "of copy": 3, "ours / this": 3})
+
+
+def worth_of_a_shadow(runs: pd.DataFrame) -> pd.DataFrame:
+    """Whole steps of shadow and fused FP8 at every recorded setting, and what each keeps.
+
+    `runs` are recorded runs of one model. A ratio over 1 says that the shadow's step is longer.
+    """
+    keys = ["pool_tokens", "concurrency", "context"]
+    steps = runs.pivot_table(index=keys, columns="strategy", values="step_ms")
+    steps = steps.dropna(subset=["shadow", "fused_fp8"]).reset_index()
+    model = runs.model.iloc[0]
+    from shadowkv_lab.geometry import load
+
+    kept = {name: parse(name).token_bytes(load(model)) for name in ("shadow", "fused_fp8")}
+    return pd.DataFrame({
+        "pool": steps.pool_tokens, "load": steps.concurrency.astype(str) + " x "
+        + steps.context.astype(str), "shadow ms": steps.shadow, "fused FP8 ms": steps.fused_fp8,
+        "shadow / fused": steps.shadow / steps.fused_fp8,
+        "bytes kept, shadow / fused": kept["shadow"] / kept["fused_fp8"],
+    })  # fmt: skip
+
+
+def verdict(worth: pd.DataFrame) -> str:
+    """One paragraph, from the numbers: is a shadow still worth anything beside a fused kernel?"""
+    ratio = worth["shadow / fused"]
+    wins = worth[ratio < 1]
+    kept = worth["bytes kept, shadow / fused"].iloc[0]
+    text = (
+        f"At {len(worth)} recorded settings the shadow's step takes {ratio.min():.2f} to "
+        f"{ratio.max():.2f} times the fused FP8 step's, and it keeps {kept:.0f} times the bytes. "
+    )
+    if wins.empty:
+        return text + "It wins at none: beside this kernel a shadow is worth nothing."
+    where = ", ".join(sorted(set(wins.load)))
+    return text + f"It is the shorter one at {len(wins)} of them ({where})."
