@@ -1,7 +1,7 @@
 """Where a GPU's memory goes, term by term, and how many tokens each strategy can then keep."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -86,21 +86,28 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
            concurrency: int = 1, kv_gib: float | None = None, pool_tokens: int | None = None,
            pool_dtype: str = "fp8", before_weights_gib: float = 0.0, graphs_gib: float = 0.0,
            activations_gib: float = 0.0, index: bool = True, mtp: bool = False, page_size: int = 1,
-           engine: str = "sglang", source: str = "assumed") -> Budget:  # fmt: skip
+           engine: str = "sglang", recorded: Collection[str] = ()) -> Budget:  # fmt: skip
     """The budget of one GPU, by the engine's own rule.
 
     `weights_gib` is per GPU, as logs print it, and `mem_fraction_static` SGLang's (or vLLM's
     `gpu_memory_utilization`); both default to the case's. SGLang: KV = free after weights - (1 -
     fraction) x free before weights. vLLM: KV = fraction x card - before - weights - graphs -
     activations. `kv_gib`, or `pool_tokens` rows of `pool_dtype`, from a log overrules the rule,
-    and what the rule then cannot account for is a term of its own. `source` is the provenance of
-    what was typed. Raises `BadSize`, or `BudgetDoesNotFit` where nothing is left for KV.
+    and what the rule then cannot account for is a term of its own. `recorded` names the arguments
+    that a log or a publication gave; others are assumed. Raises `BadSize`, or `BudgetDoesNotFit`
+    where nothing is left for KV.
     """
     geometry, card = load(geometry), hardware.card(card) if isinstance(card, str) else card
     case = data.find("published", "published result", "case")
-    weights_gib = case["weights_gib"] if weights_gib is None else weights_gib
+    if weights_gib is None:
+        weights_gib = case["weights_gib"]
+        recorded = [*recorded, *(["weights_gib"] if geometry.name == case["model"] else [])]
     fraction = case["mem_fraction_static"] if mem_fraction_static is None else mem_fraction_static
     geometry.heads_per_gpu(tensor_parallel)
+
+    def source(name: str) -> str:
+        return "recorded" if name in recorded else "assumed"
+
     _check(weights_gib=weights_gib, before_weights_gib=before_weights_gib, graphs_gib=graphs_gib,
            activations_gib=activations_gib, kv_gib=kv_gib, pool_tokens=pool_tokens)  # fmt: skip
     _check(least=1, context=context, concurrency=concurrency, page_size=page_size)
@@ -114,18 +121,17 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
     before = card.memory_gib - before_weights_gib
     pages_gib = 4 * max(concurrency, REQUEST_ROWS) * geometry.max_positions / GIB
     spent = (
-        Term("CUDA graphs", graphs_gib, "as typed", source),
+        Term("CUDA graphs", graphs_gib, "as typed", source("graphs_gib")),
         Term("page tables", pages_gib, f"4 B x {max(concurrency, REQUEST_ROWS)} requests x "
              f"{geometry.max_positions} positions", "calibrated"),
-        Term("activations", activations_gib, "as typed", source),
+        Term("activations", activations_gib, "as typed", source("activations_gib")),
     )  # fmt: skip
     terms = [
         Term("card memory", card.memory_gib, f"{card.memory_mib} MiB / 1024", "recorded"),
-        Term(
-            "before weights", 0 - before_weights_gib, "CUDA context, NCCL, other processes", source
-        ),
-        Term("weights", -weights_gib, "'mem usage' of one GPU", source),
-    ]
+        Term("before weights", 0 - before_weights_gib, "CUDA context, NCCL, others",
+             source("before_weights_gib")),
+        Term("weights", -weights_gib, "'mem usage' of one GPU", source("weights_gib")),
+    ]  # fmt: skip
     if engine == "sglang":
         reserve, rule = (1 - fraction) * before, f"(1 - {fraction}) x {before:.2f} free before"
     else:
@@ -139,13 +145,14 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
     rest = sum(t.gib for t in terms)
     if kv_gib is not None:
         terms.append(Term("not accounted for", kv_gib - rest, f"the log's {kv_gib:.2f} GiB of KV - "
-                          f"{rest:.2f} by the rule", source))  # fmt: skip
+                          f"{rest:.2f} by the rule", source("kv_gib")))  # fmt: skip
     kv = sum(t.gib for t in terms)
-    if kv <= 0:
+    if kv <= 0 or before - weights_gib < kv:
         raise BudgetDoesNotFit(
             f"{geometry.name} on {card.title}: {weights_gib:.2f} GiB of weights and a reserve of "
-            f"{reserve:.2f} GiB leave {kv:.2f} of {card.memory_gib:.2f} GiB for KV",
-            f"weights below {card.memory_gib - before_weights_gib - reserve:.2f} GiB a GPU",
+            f"{reserve:.2f} GiB leave {rest:.2f} of {card.memory_gib:.2f} GiB for KV"
+            + (f", and {kv_gib:.2f} were asked for" if kv_gib else ""),
+            f"weights below {before - max(reserve, kv_gib or 0):.2f} GiB a GPU",
             "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
         )
     chosen = parse_list(strategies or [kind() for kind in STRATEGIES.values()])
@@ -173,8 +180,9 @@ def _check(least: float = 0, **sizes: float | None) -> None:
     for name, size in sizes.items():
         if size is not None and not (math.isfinite(size) and size >= least):
             raise BadSize(f"{name} of {size}", f"a finite number, {least} or more")
-    if sizes.get("weights_gib") == 0 or sizes.get("kv_gib") == 0 or sizes.get("pool_tokens") == 0:
-        raise BadSize("A size of 0", "above 0")
+    for name in ("weights_gib", "kv_gib", "pool_tokens"):
+        if sizes.get(name) == 0:
+            raise BadSize(f"{name} of 0", "above 0")
 
 
 def token_bytes(strategy: Strategy, geometry: Geometry, index: bool, mtp: bool) -> int:

@@ -65,7 +65,7 @@ def rest_from(tpot_ms: float, step_ms: float, geometry: Geometry, card: "hardwar
     for name, value in (("TPOT", tpot_ms), ("step", step_ms)):
         if not (math.isfinite(value) and value > 0):
             raise BadSize(f"A {name} of {value} ms", "a finite time above 0")
-    at_one = tpot_ms - step_ms
+    at_one = float(tpot_ms - step_ms)
     if at_one < 0:
         raise RestIsNegative(
             f"A TPOT of {tpot_ms:.1f} ms leaves {at_one:.1f} ms beside a step of {step_ms:.1f} ms: "

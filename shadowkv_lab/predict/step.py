@@ -71,11 +71,12 @@ class StepPrediction:
 def predict(strategy: "Strategy | str", geometry: "Geometry | str", card: "Card | str",
             pool_tokens: int, concurrency: int = 1, context: float | None = None, *,
             live_tokens: float | None = None, heads: int | None = None,
-            fitted: Fit | None = None) -> StepPrediction:  # fmt: skip
+            backend: str | None = None, fitted: Fit | None = None) -> StepPrediction:  # fmt: skip
     """The step of `concurrency` requests of `context` tokens, or of `live_tokens` in all.
 
     `card` is a card of data/gpus or a device title that runs were recorded on; `heads` on this
-    GPU default to eight GPUs' share. Raises `BadSize`, `LoadDoesNotFit`, `NoPrediction`.
+    GPU default to eight GPUs' share, `backend` names a recorded
+    attention kernel. Raises `BadSize`, `LoadDoesNotFit`, `NoPrediction`.
     """
     strategy, geometry = parse(strategy), load(geometry)
     fitted = fitted or fit()
@@ -86,7 +87,7 @@ def predict(strategy: "Strategy | str", geometry: "Geometry | str", card: "Card 
     heads = heads or geometry.heads_per_gpu(8 if geometry.heads % 8 == 0 else 1)
     layers = Counter(strategy.at(i) for i in range(geometry.layers))
     phases = tuple(
-        _phase(name, layers, geometry, card, pool_tokens, live, concurrency, heads, fitted)
+        _phase(name, layers, geometry, card, pool_tokens, live, concurrency, heads, fitted, backend)
         for name in PHASES
     )
     return StepPrediction(
@@ -98,14 +99,14 @@ def _name(card: "Card | str") -> str:
     return card.name if isinstance(card, Card) else card
 
 
-def _phase(name, layers, geometry, card, P, L, R, heads, fitted) -> Phase:
+def _phase(name, layers, geometry, card, P, L, R, heads, fitted, backend) -> Phase:
     total, moved, words = 0.0, 0, []
     for strategy, count in layers.items():
         bytes_ = getattr(strategy.moves(geometry, P, L, R), f"{name}_bytes")
         if not bytes_:
             continue
         size, requests = (L / R, R) if name == "attention" else (bytes_, 1)
-        source, gb_per_s, analogy = _source(name, strategy, card, heads, fitted)
+        source, gb_per_s, analogy = _source(name, strategy, card, heads, fitted, backend)
         ms, inside = source.time(bytes_, size, requests, gb_per_s)
         if not inside:
             analogy.append("outside the recorded sizes, so the utilisation of the nearest one")
@@ -115,9 +116,11 @@ def _phase(name, layers, geometry, card, P, L, R, heads, fitted) -> Phase:
     return Phase(name, total, moved, weakest(p for p, _ in words), how)
 
 
-def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit):
+def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit, backend=None):
     """The curve that serves a phase on a card, the card's bandwidth, and the analogies made."""
     kernels = _kernels(phase, strategy, fitted)
+    if phase == "attention" and backend in kernels:
+        kernels = [backend]
     name = _name(card)
     candidates = fitted.keys(phase, kernels)
     analogy = []

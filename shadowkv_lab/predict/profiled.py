@@ -1,0 +1,117 @@
+"""torch.profiler over one decode step: which kernel takes the time, by its real name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shadowkv_lab import data, hardware
+from shadowkv_lab.errors import BadRecord
+from shadowkv_lab.measure import decode, records
+from shadowkv_lab.strategies import Strategy, parse
+from shadowkv_lab.strategies.step import DecodeStep
+
+SCHEMA = 1
+RECORDED = "h200_profile.json"
+FUNCTORS = ("direct_copy_kernel_cuda", "bfloat16_copy_kernel_cuda", "float8_copy_kernel_cuda")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Time by kernel (on a CPU: by operator) of one eager step. `kernels`: name, calls, ms."""
+
+    strategy: str
+    model: str
+    device: str
+    pool_tokens: int
+    concurrency: int
+    context: int
+    provenance: str
+    kernels: tuple[tuple[str, int, float], ...]
+
+    @property
+    def total_ms(self) -> float:
+        return sum(ms for *_, ms in self.kernels)
+
+    def table(self, most: int = 6) -> pd.DataFrame:
+        """The kernels with the largest shares, and the others as one row."""
+        rows = sorted(self.kernels, key=lambda k: -k[2])
+        rows, others = rows[:most], rows[most:]
+        if others:
+            rows.append((f"{len(others)} others", *(sum(k[i] for k in others) for i in (1, 2))))
+        table = pd.DataFrame(rows, columns=["kernel", "calls", "ms"])
+        table.insert(0, "strategy", self.strategy)
+        return table.assign(share=table.ms / self.total_ms, provenance=self.provenance)
+
+
+def profile_step(bench: decode.Bench, strategy: "Strategy | str", pool_tokens: int,
+                 concurrency: int, context: int,
+                 trace: str | Path | None = None) -> Profile:  # fmt: skip
+    """Profile one eager step after a warm-up; `trace` is written for Perfetto (.json.gz)."""
+    strategy = parse(strategy)
+    decode.check(bench, strategy, pool_tokens, [(concurrency, context)])
+    pool = decode.make_pool(bench, strategy, pool_tokens)
+    batch = pool.batch(concurrency, context)
+    step = DecodeStep(strategy, pool, batch, bench.heads, backend=bench.backend, seed=bench.seed)
+    gpu = bench.device.type == "cuda"
+    step.step()
+    batch.advance(0)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
+    with profile(activities=activities) as seen, record_function(f"step: {strategy.label}"):
+        step.step()
+        if gpu:
+            torch.cuda.synchronize(bench.device)
+    if trace is not None:
+        Path(trace).parent.mkdir(parents=True, exist_ok=True)
+        seen.export_chrome_trace(str(trace))
+    found = []
+    for event in seen.key_averages():
+        on_gpu = event.device_type != torch.autograd.DeviceType.CPU
+        us = event.self_device_time_total if gpu else event.self_cpu_time_total
+        # The step's own range is no kernel; on a GPU, operators only launch kernels.
+        if us > 0 and on_gpu == gpu and not event.key.startswith("step: "):
+            found.append((event.key, event.count, us / 1e3))
+    pool.release(batch)
+    kernels = tuple(sorted(found, key=lambda k: -k[2]))
+    del pool, step
+    decode.release(bench.device)
+    return Profile(strategy.label, bench.geometry.name, hardware.device_title(bench.device),
+                   pool_tokens, concurrency, context, "measured", kernels)  # fmt: skip
+
+
+def write(path: str | Path, profiles: Sequence[Profile], origin: records.Origin) -> None:
+    """Keep profiles as a recorded run."""
+    entry = dict(schema=SCHEMA, origin=asdict(origin), profiles=[asdict(p) for p in profiles])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(entry, indent=1) + "\n")
+
+
+def recorded(path: str | Path | None = None) -> list[Profile]:
+    """Profiles of a file, or those under data/runs (an empty list if there are none there)."""
+    path = Path(path or data.RUNS / RECORDED)
+    if not path.exists():
+        return []
+    try:
+        entry = json.loads(path.read_text())
+        if entry["schema"] != SCHEMA:
+            raise BadRecord(f"{path.name} has schema {entry['schema']}", f"schema {SCHEMA}")
+        return [
+            Profile(**{**p, "provenance": "recorded", "kernels": tuple(map(tuple, p["kernels"]))})
+            for p in entry["profiles"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRecord(f"{path.name} is no file of profiles ({error!r})") from None
+
+
+def short_name(kernel: str, width: int = 60) -> str:
+    """A kernel's name without namespaces and template arguments; a copy's functor is kept."""
+    functor = next((f for f in FUNCTORS if f in kernel), None)
+    name = kernel.removeprefix("void ")
+    if "::" in name and not name.startswith("aten::"):
+        name = name.split("<")[0].split("(")[0].split("::")[-1]
+    name = f"{name}<{functor}>" if functor and functor not in name else name
+    return name if len(name) <= width else name[: width - 1] + "…"
