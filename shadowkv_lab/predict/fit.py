@@ -167,7 +167,7 @@ class Fit:
 def fit(runs: pd.DataFrame | None = None) -> Fit:
     """Fit recorded runs; those under data/runs if none are given."""
     if runs is None:
-        return _fit_of(tuple((p, p.stat().st_mtime_ns) for p in sorted(data.RUNS.glob("*.jsonl"))))
+        return _fit_of(_files())
     found = points(runs)
     groups = dict(list(found.groupby(KEY)))
     kernels = found[found.phase == "attention"]
@@ -176,7 +176,20 @@ def fit(runs: pd.DataFrame | None = None) -> Fit:
                {k: len(g) for k, g in groups.items()})  # fmt: skip
 
 
+def recorded() -> pd.DataFrame:
+    """All runs under data/runs, read again when a file changes."""
+    return _read(_files())
+
+
+def _files() -> tuple:
+    return tuple((p, p.stat().st_mtime_ns) for p in sorted(data.RUNS.glob("*.jsonl")))
+
+
+@cache
+def _read(files: tuple) -> pd.DataFrame:
+    return records.read()
+
+
 @cache
 def _fit_of(files: tuple) -> Fit:
-    """The fit of data/runs as it is now; read again when a file changes."""
-    return fit(records.read())
+    return fit(_read(files))

@@ -55,9 +55,7 @@ def hypotheses(of: Server | None = None, cards: tuple[str, ...] | None = None, *
 
 def host_bound_ms(runs: pd.DataFrame, strategy: str = "shadow") -> float | None:
     """What eager launches add to a recorded step, the smallest load's; None if not recorded."""
-    if runs.empty or "gpu" not in runs:
-        return None
-    keys = ["gpu", "model", "pool_tokens", "concurrency", "context"]
+    keys = ["origin.device", "model", "pool_tokens", "concurrency", "context"]
     ours = runs[(runs.strategy == strategy) & (runs.model == published("case")["model"])]
     both = ours.pivot_table(index=keys, columns="mode", values="step_ms").dropna()
     if both.empty or not {"eager", "graph"} <= set(both.columns):

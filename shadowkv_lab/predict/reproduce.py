@@ -86,7 +86,7 @@ def recorded_runs(gpu: str = "h200", *, pool_tokens: int | None = None, concurre
                   runs: pd.DataFrame | None = None) -> pd.DataFrame:  # fmt: skip
     """The newest recorded runs of the case's model at its pool, one load, on one GPU."""
     published = case.published("case")
-    runs = fit.latest(records.read() if runs is None else runs)
+    runs = fit.latest(fit.recorded() if runs is None else runs)
     keep = dict(gpu=gpu, model=geometry.load(published["model"]).name,
                 pool_tokens=pool_tokens or published["pool_tokens"], concurrency=concurrency,
                 context=context or published["default_context"])  # fmt: skip
@@ -175,15 +175,13 @@ def tables_of(runs: pd.DataFrame, card: str, context: int,
               fitted: "fit.Fit | None" = None,
            ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:  # fmt: skip
     """Tables 1, 2, 4, 5 and 6 with their texts; `runs` are those of table 2."""
-    every = records.read()
-    seen = fit.latest(every)
-    cards = every.merge(seen[["origin.device", "gpu"]].drop_duplicates(), on="origin.device")
+    seen, eager_ms = fit.latest(fit.recorded()), hypotheses.host_bound_ms(fit.recorded())
     of = case.server()
     rest = verdict.case_rest(card, context, fitted)
     found = {
         "arithmetic": pd.DataFrame([{**asdict(x), "agrees": x.agrees} for x in case.arithmetic()]),
         "measured": measured(runs, rest, context=context),
-        "does_not_add_up": hypotheses.hypotheses(of, eager_ms=hypotheses.host_bound_ms(cards)),
+        "does_not_add_up": hypotheses.hypotheses(of, eager_ms=eager_ms),
         "same_class": hypotheses.same_class(),
         "sglang_35291": case.check_deepseek(fitted or fit.fit(), seen),
         "verdict": verdict.verdict(card, context, rest=rest, fitted=fitted),
@@ -195,7 +193,7 @@ def tables_of(runs: pd.DataFrame, card: str, context: int,
         "is assumed.",
         "does_not_add_up": hypotheses.in_words(of, found["does_not_add_up"]),
         "verdict": f"On {hardware.card(card).title}, {published['pool_gib']} GiB of KV, one "
-        f"request of {context:,} tokens. The cast is calibrated by the case's {published['cast_ms']} ms.",
+        f"request of {context:,} tokens. Cast: calibrated by the case's {published['cast_ms']} ms.",
     }  # fmt: skip
     return found, notes
 

@@ -1,0 +1,166 @@
+"""The memory budget's figures and its application."""
+
+import ipywidgets as w
+import pandas as pd
+import plotly.graph_objects as go
+
+from shadowkv_lab import geometry, hardware
+from shadowkv_lab.predict import logs
+from shadowkv_lab.predict.budget import GIB, Budget, budget
+from shadowkv_lab.predict.case import published
+from shadowkv_lab.strategies import STRATEGIES
+from shadowkv_lab.ui import style
+from shadowkv_lab.ui.app import LABEL, App, View, slider
+
+CONTEXTS = [2**k for k in range(9, 18)]
+CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
+STORAGES = ("all", "fp8", "bf16", "fp8+bf16")
+FIXED = {"before weights": "#c9c9c9", "weights": "#9a9a9a", "reserve": "#e4e4e4"}
+
+
+def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
+    """Stacked GiB of one GPU for `tokens` of KV in each strategy, against the card.
+
+    `tokens` defaults to the most that any strategy holds in the plan's KV memory.
+    """
+    shown = plan.capacities
+    tokens = tokens or max(c.tokens for c in shown)
+    names = [style.title(c.strategy) for c in shown]
+    terms = {t.name: abs(t.gib) for t in plan.terms if t.name in FIXED and t.gib}
+    kept = [tokens * (c.token_bytes - c.index_bytes) / GIB for c in shown]
+    index = [tokens * c.index_bytes / GIB for c in shown]
+    totals = [sum(terms.values()) + a + b for a, b in zip(kept, index, strict=True)]
+    worst = max(range(len(shown)), key=lambda i: totals[i])
+    over = sum(total > plan.card.memory_gib for total in totals)
+    heading = (
+        f"{tokens:,} tokens need {min(totals):.1f} GiB as {names[totals.index(min(totals))]} and "
+        f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} strategies do not fit; "
+        f"{plan.geometry.name} on {plan.card.title}, one GPU of {plan.tensor_parallel}</sup>"
+    )
+    fig = style.figure(heading, "memory of one GPU (GiB)", "")
+    provenance = {t.name: t.provenance for t in plan.terms}
+    for name, gib in terms.items():
+        fig.add_bar(
+            y=names, x=[gib] * len(names), name=name, orientation="h",
+            marker=dict(color=FIXED[name], pattern=dict(
+                shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=6)),
+            hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name]}<extra></extra>",
+        )  # fmt: skip
+    colours = [style.colour(c.strategy) for c in shown]
+    for values, name, opacity in ((kept, "KV rows", 0.9), (index, "index keys", 0.45)):
+        if any(values):
+            fig.add_bar(
+                y=names, x=values, name=name, orientation="h", showlegend=False,
+                marker=dict(color=colours, opacity=opacity, pattern=dict(
+                    shape=style.PATTERNS["calibrated"], size=6, fgcolor="white")),
+                customdata=[v * GIB / tokens for v in values],
+                hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
+                "<extra>%{y}</extra>",
+            )  # fmt: skip
+    for name, total in zip(names, totals, strict=True):
+        fig.add_annotation(y=name, x=total, text=f"{total:.1f} GiB", showarrow=False,
+                           xanchor="left", xshift=4, bgcolor="rgba(255,255,255,0.85)")  # fmt: skip
+    fig.add_vline(x=plan.card.memory_gib, line=dict(color="#222", dash="dash", width=1.5))
+    fig.add_annotation(x=plan.card.memory_gib, y=1, yref="paper", yanchor="bottom", showarrow=False,
+                       text=f"card, {plan.card.memory_gib:.1f} GiB")  # fmt: skip
+    fig.update_layout(barmode="stack", margin_t=90)
+    fig.update_xaxes(range=[0, 1.15 * max(*totals, plan.card.memory_gib)])
+    fig.update_yaxes(automargin=True, autorange="reversed")
+    return fig
+
+
+def tokens_that_fit(plan: Budget) -> go.Figure:
+    """Bars: tokens that each strategy keeps in the plan's KV memory, and requests they make."""
+    shown = plan.capacities
+    by_kind: dict[int, str] = {}
+    for c in shown:
+        by_kind.setdefault(c.tokens, style.title(c.strategy))
+    most = ", ".join(f"{n:,} as {name}" for n, name in sorted(by_kind.items(), reverse=True))
+    heading = f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens<br><sup>"
+    heading += f"{most}; calibrated: GiB / bytes a token</sup>"
+    fig = style.figure(heading, "tokens that fit", "")
+    fig.add_bar(
+        y=[style.title(c.strategy) for c in shown], x=[c.tokens for c in shown], orientation="h",
+        marker=dict(color=[style.colour(c.strategy) for c in shown], pattern=dict(
+            shape=style.PATTERNS["calibrated"], size=6, fgcolor="white")),
+        text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {plan.context:,}" for c in shown],
+        textposition="outside", cliponaxis=False,
+        customdata=[(c.token_bytes, c.index_bytes, c.scratch_gib) for c in shown],
+        hovertemplate="%{y}: %{x:,} tokens<br>%{customdata[0]:,} B a token, of them "
+        "%{customdata[1]:,} index keys<br>scratch %{customdata[2]:.2f} GiB<extra></extra>",
+    )  # fmt: skip
+    fig.update_xaxes(range=[0, 1.75 * max(c.tokens for c in shown)], tickformat=",~s")
+    fig.update_yaxes(automargin=True, autorange="reversed")
+    return fig
+
+
+def table(plan: Budget) -> pd.DataFrame:
+    """A plan's strategies, ready to be read."""
+    names = {
+        "strategy": "strategy", "token_bytes": "B a token", "index_bytes": "of them index",
+        "tokens": "tokens", "requests": f"requests of {plan.context:,}", "kept_gib": "KV GiB",
+        "scratch_gib": "scratch GiB", "left_gib": "left of reserve GiB", "fits": "fits",
+    }  # fmt: skip
+    return plan.table()[[*names]].rename(columns=names).round(2)
+
+
+def budget_view(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_parallel: int = 8,
+                weights_gib: float | None = None, mem_fraction_static: float | None = None,
+                dtype: str = "all", kv_gib: float = 0.0, concurrency: int = 1, context: int = 1024,
+                index: bool = True, mtp: bool = False, engine: str = "sglang",
+                log: str = "") -> View:  # fmt: skip
+    """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
+    shape = geometry.load(model)
+    kinds = {name: "+".join(kind.kinds) for name, kind in STRATEGIES.items()}
+    options = dict(
+        tensor_parallel=tensor_parallel, weights_gib=weights_gib, engine=engine,
+        mem_fraction_static=mem_fraction_static, kv_gib=kv_gib or None, concurrency=concurrency,
+        context=context, index=index, mtp=mtp,
+        strategies=[n for n, kind in kinds.items() if dtype in ("all", kind)],
+    )  # fmt: skip
+    read = logs.parse(log) if log.strip() else None
+    plan = logs.from_log(read, shape, gpu, **options) if read else budget(shape, gpu, **options)
+    note = "<pre>" + plan.formula + "</pre>"
+    if read:
+        note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
+    return View([memory_stack(plan), tokens_that_fit(plan)], note, table(plan))
+
+
+def budget_app(**start) -> w.Widget:
+    """The budget as a widget; arguments are `budget_view`'s, as start values."""
+    return make_app(**start).widget
+
+
+def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_parallel: int = 8,
+             weights_gib: float | None = None, mem_fraction_static: float | None = None,
+             dtype: str = "all", kv_gib: float | None = None, concurrency: int = 1,
+             context: int = 1024, index: bool = True, mtp: bool = False, engine: str = "sglang",
+             log: str = "") -> App:  # fmt: skip
+    """The application behind `budget_app`; it starts at the case's log."""
+    case = published("case")
+    wide = w.Layout(width="600px")
+    controls = {
+        "model": w.Dropdown(options=geometry.known_models(), value=geometry.load(model).name,
+                            description="model", style=LABEL),
+        "gpu": w.Dropdown(options=[(hardware.card(n).title, n) for n in hardware.known_cards()],
+                          value=gpu, description="GPU", style=LABEL, layout=wide),
+        "tensor_parallel": w.Dropdown(options=[1, 2, 4, 8, 16], value=tensor_parallel,
+                                      description="GPUs (TP)", style=LABEL),
+        "dtype": w.Dropdown(options=STORAGES, value=dtype, description="KV dtype", style=LABEL),
+        "weights_gib": w.FloatText(value=weights_gib or case["weights_gib"], step=0.5,
+                                   description="weights, GiB/GPU", style=LABEL),
+        "mem_fraction_static": w.FloatText(value=mem_fraction_static or case["mem_fraction_static"],
+                                           step=0.01, description="memory fraction", style=LABEL),
+        "kv_gib": w.FloatText(value=case["pool_gib"] if kv_gib is None else kv_gib, step=0.5,
+                              description="KV, GiB (0: rule)", style=LABEL),
+        "engine": w.Dropdown(options=["sglang", "vllm"], value=engine, description="engine's rule",
+                             style=LABEL),
+        "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
+        "context": slider("context", CONTEXTS, context, "tokens"),
+        "index": w.Checkbox(value=index, description="index keys (DSA models)", style=LABEL),
+        "mtp": w.Checkbox(value=mtp, description="MTP layer's KV", style=LABEL),
+        "log": w.Textarea(value=log, description="start-up log", rows=3, style=LABEL, layout=wide,
+                          placeholder="paste SGLang's or vLLM's start-up log here",
+                          continuous_update=False),
+    }  # fmt: skip
+    return App("budget_app", controls, lambda settings, report, cancelled: budget_view(**settings))

@@ -1,0 +1,78 @@
+"""The reproduction as an application: the case's verdict, and a user's own two TPOTs."""
+
+import dataclasses
+
+import ipywidgets as w
+
+from shadowkv_lab import hardware
+from shadowkv_lab.predict import case, fit, hypotheses, verdict
+from shadowkv_lab.ui import reproduce
+from shadowkv_lab.ui.app import LABEL, App, View, slider
+from shadowkv_lab.ui.budget import CONCURRENCIES, CONTEXTS
+
+CARD = "rtx-pro-6000-server"
+
+
+def reproduction_view(gpu: str = CARD, context: int = 1024, concurrency: int = 1,
+                      rest_ms: float = 0.0, rest_grows: bool = True,
+                      before_ms: float | None = None, after_ms: float | None = None,
+                      pool_tokens: int | None = None, layers: int | None = None,
+                      cast_ms: float = 0.0) -> View:  # fmt: skip
+    """TPOT by strategy on the case's card, and the hypotheses for two TPOTs.
+
+    `rest_ms` at one request replaces the derived one where it is above 0; `rest_grows` adds the
+    experts that more requests read. A `cast_ms` of 0 scales the case's own by bytes.
+    """
+    rest = verdict.case_rest(gpu, context)
+    if rest_ms:
+        at_one = rest_ms - rest.expert_ms * rest.per_token
+        rest = dataclasses.replace(rest, fixed_ms=at_one, how=f"{rest_ms} ms at one request, typed")
+    if not rest_grows:
+        rest = dataclasses.replace(rest, fixed_ms=rest(1), expert_ms=0.0)
+    of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
+    table = hypotheses.hypotheses(of, eager_ms=hypotheses.host_bound_ms(fit.recorded()))
+    found = verdict.verdict(gpu, context, concurrency, rest=rest)
+    where = f"{hardware.card(gpu).title}, {concurrency} x {context:,} tokens"
+    figures = [
+        reproduce.tpot(found, rest, concurrency, where),
+        reproduce.hypotheses_bars(table, of),
+    ]
+    note = f"{hypotheses.in_words(of, table)} Rest: {rest.how}; {rest.provenance}."
+    return View(figures, note, found)
+
+
+def reproduction_app(**start) -> w.Widget:
+    """The reproduction as a widget; arguments are `reproduction_view`'s, as start values."""
+    return make_app(**start).widget
+
+
+def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms: float = 0.0,
+             rest_grows: bool = True, before_ms: float | None = None, after_ms: float | None = None,
+             pool_tokens: int | None = None, layers: int | None = None,
+             cast_ms: float = 0.0) -> App:  # fmt: skip
+    """The application behind `reproduction_app`; it starts at the case."""
+    of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
+    cards = case.published("case")["gpu"]
+
+    def number(kind, value, label, step=1):
+        return kind(value=value, description=label, step=step, style=LABEL)
+
+    controls = {
+        "gpu": w.Dropdown(options=[(hardware.card(n).title, n) for n in cards], value=gpu,
+                          description="GPU", style=LABEL, layout=w.Layout(width="600px")),
+        "context": slider("context", CONTEXTS, context, "tokens"),
+        "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
+        "rest_ms": number(w.FloatText, rest_ms, "rest, ms (0: derive)", 0.5),
+        "rest_grows": w.Checkbox(value=rest_grows, description="rest grows with the experts read",
+                                 style=LABEL, layout=w.Layout(width="600px")),
+        "before_ms": number(w.FloatText, of.before_ms, "your TPOT before, ms", 0.1),
+        "after_ms": number(w.FloatText, of.after_ms, "your TPOT after, ms", 0.1),
+        "pool_tokens": number(w.IntText, of.pool_tokens, "your pool, slots", 64),
+        "layers": number(w.IntText, of.layers, "your layers"),
+        "cast_ms": number(w.FloatText, cast_ms, "cast, ms (0: scale)", 0.1),
+    }  # fmt: skip
+
+    def build(settings, report, cancelled) -> View:
+        return reproduction_view(**settings)
+
+    return App("reproduction_app", controls, build)
