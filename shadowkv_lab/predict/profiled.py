@@ -83,11 +83,16 @@ def profile_step(bench: decode.Bench, strategy: "Strategy | str", pool_tokens: i
                    pool_tokens, concurrency, context, "measured", kernels)  # fmt: skip
 
 
-def write(path: str | Path, profiles: Sequence[Profile], origin: records.Origin) -> None:
-    """Keep profiles as a recorded run."""
+def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path | None = None,
+           strategies: Sequence[str] = ("full_cast", "shadow")) -> Path:  # fmt: skip
+    """Profile one request in each strategy, and keep that as a recorded run; returns its file."""
+    path = Path(path or data.RUNS / RECORDED)
+    profiles = [profile_step(bench, name, pool_tokens, 1, context) for name in strategies]
+    origin = records.origin(bench.device, *decode.bandwidth(bench.device))
     entry = dict(schema=SCHEMA, origin=asdict(origin), profiles=[asdict(p) for p in profiles])
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(entry, indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(entry, indent=1) + "\n")
+    return path
 
 
 def recorded(path: str | Path | None = None) -> list[Profile]:

@@ -144,6 +144,12 @@ def measure_here(bench: decode.Bench, pool_tokens: int, context: int,
     return runs, checks
 
 
+def as_runs(runs: Sequence[records.Run]) -> pd.DataFrame:
+    """Runs measured now, as rows for `measured`."""
+    rows = [dict(asdict(r), device=r.origin.device, provenance="measured") for r in runs]
+    return pd.DataFrame(rows)
+
+
 def same_bits(bench: decode.Bench, layers: int = 2, pool_tokens: int = 1024) -> Check:
     """The shadow's output is full cast's, bit for bit, on rows of this machine."""
     small = replace(bench, geometry=replace(bench.geometry, layers=layers))
@@ -218,8 +224,7 @@ def run(device: "str | None" = None, out: "str | Path" = "out/reproduce", *,
         records.append(files[0], each)
     checks = [*checks_of(case.arithmetic()), same_bits(bench), *checks]
     title = hardware.device_title(bench.device)
-    here = pd.DataFrame([{**asdict(r), "device": title, "provenance": "measured"} for r in runs])
-    there = recorded_runs(context=context)
+    here, there = as_runs(runs), recorded_runs(context=context)
     tables, notes = tables_of(pd.concat([here, there]) if len(there) else here, card, context)
     if profile:
         traces = [out / f"trace_{name}.json.gz" for name in ("full_cast", "shadow")]

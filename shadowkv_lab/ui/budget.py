@@ -34,7 +34,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
     over = sum(total > plan.card.memory_gib for total in totals)
     heading = (
         f"{tokens:,} tokens need {min(totals):.1f} GiB as {names[totals.index(min(totals))]} and "
-        f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} strategies do not fit; "
+        f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} do not fit; "
         f"{plan.geometry.name} on {plan.card.title}, one GPU of {plan.tensor_parallel}</sup>"
     )
     fig = style.figure(heading, "memory of one GPU (GiB)", "")
@@ -43,7 +43,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
         fig.add_bar(
             y=names, x=[gib] * len(names), name=name, orientation="h",
             marker=dict(color=FIXED[name], pattern=dict(
-                shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=6)),
+                shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=12, solidity=0.15)),
             hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name]}<extra></extra>",
         )  # fmt: skip
     colours = [style.colour(c.strategy) for c in shown]
@@ -52,7 +52,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
             fig.add_bar(
                 y=names, x=values, name=name, orientation="h", showlegend=False,
                 marker=dict(color=colours, opacity=opacity, pattern=dict(
-                    shape=style.PATTERNS["calibrated"], size=6, fgcolor="white")),
+                    shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white")),
                 customdata=[v * GIB / tokens for v in values],
                 hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
                 "<extra>%{y}</extra>",
@@ -82,7 +82,7 @@ def tokens_that_fit(plan: Budget) -> go.Figure:
     fig.add_bar(
         y=[style.title(c.strategy) for c in shown], x=[c.tokens for c in shown], orientation="h",
         marker=dict(color=[style.colour(c.strategy) for c in shown], pattern=dict(
-            shape=style.PATTERNS["calibrated"], size=6, fgcolor="white")),
+            shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white")),
         text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {plan.context:,}" for c in shown],
         textposition="outside", cliponaxis=False,
         customdata=[(c.token_bytes, c.index_bytes, c.scratch_gib) for c in shown],

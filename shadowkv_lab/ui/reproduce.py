@@ -18,7 +18,7 @@ def _bar(fig: go.Figure, y, x, name: str, colour, provenance, hover=None, **more
     fig.add_bar(
         y=y, x=x, name=name, orientation="h", customdata=list(zip(words, hover, strict=True)),
         marker=dict(color=colour, line=dict(color="white", width=1), opacity=more.pop("opacity", 1),
-                    pattern=dict(shape=[style.PATTERNS[p] for p in words], size=6)),
+                    pattern=dict(shape=[style.PATTERNS[p] for p in words], size=12, solidity=0.15)),
         hovertemplate="%{y}<br>" + name + ": %{x:.2f} ms, %{customdata[0]}<br>%{customdata[1]}"
         "<extra></extra>", **more,
     )  # fmt: skip
@@ -93,9 +93,8 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
                 for row in table.to_dict("records")]  # fmt: skip
     near = [p and abs(d) < hypotheses.NEAR_MS for p, d in zip(possible, table.off_ms, strict=True)]
     fig = style.figure(
-        f"{sum(near)} of {len(table)} hypotheses reach {of.after_ms:.1f} ms and are possible on both "
-        "cards<br><sup>possible: fits beside the weights, and under the bandwidth; each was solved "
-        "for the reported TPOT, and none is established</sup>",
+        f"{sum(near)} of {len(table)} hypotheses reach {of.after_ms:.1f} ms and are possible on "
+        "both cards<br><sup>each was solved for the reported TPOT; none is established</sup>",
         "TPOT that the hypothesis predicts (ms)", "",
     )  # fmt: skip
     for ok, name, colour in ((True, "possible on both cards", style.PALETTE[1]),
@@ -109,7 +108,7 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     fig.add_vline(x=of.after_ms, line=dict(color="#222", dash="dash"))
     fig.add_annotation(x=of.after_ms, y=1, yref="paper", yanchor="bottom", showarrow=False,
                        text=f"reported, {of.after_ms:.1f} ms")  # fmt: skip
-    fig.update_xaxes(range=[0, 2.6 * max(table.tpot_ms.max(), of.after_ms)])
+    fig.update_xaxes(range=[0, 2.7 * max(table.tpot_ms.max(), of.after_ms)])
     fig.update_yaxes(categoryorder="array", categoryarray=list(table.hypothesis))
     return fig
 
@@ -119,8 +118,8 @@ def _why(row, cards: list[str]) -> str:
     memory = f"{row.total_gib:.1f} GiB, {'fits' if fits else 'does not fit'}"
     if pd.isna(row.gb_per_s):
         return f"{row.tpot_ms:.1f} ms; {memory}; no cast"
-    shares = ", ".join(f"{getattr(row, f'share_{c}'):.0%} of {c}'s" for c in cards)
-    return f"{row.tpot_ms:.1f} ms; {memory}; {shares} GB/s"
+    shares = ", ".join(f"{getattr(row, f'share_{c}'):.0%}" for c in cards)
+    return f"{row.tpot_ms:.1f} ms; {memory}; {shares} of GB/s"
 
 
 def profile_bars(profiles: list[Profile]) -> go.Figure:
@@ -144,7 +143,7 @@ def profile_bars(profiles: list[Profile]) -> go.Figure:
             y=names, x=[100 * f.share if f is not None else None for f in found], orientation="h",
             name=short_name(kernel, 70), marker=dict(
                 color=style.PALETTE[i % len(style.PALETTE)], line=dict(color="white", width=1),
-                pattern=dict(shape=style.PATTERNS[first.provenance], size=5)),
+                pattern=dict(shape=style.PATTERNS[first.provenance], size=12, solidity=0.15)),
             customdata=[(0, 0, "") if f is None else (f.ms, f.calls, kernel[:160]) for f in found],
             hovertemplate="%{customdata[2]}<br>%{x:.1f} %, %{customdata[0]:.2f} ms in "
             "%{customdata[1]} calls<extra></extra>",
