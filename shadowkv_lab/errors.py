@@ -122,3 +122,19 @@ class GeometryMismatch(LabError):
 
 class CannotWrite(LabError):
     """A file that could not be written whole; what was there before is still there."""
+
+
+class UnsupportedServer(LabError):
+    """A SGLang release, or an argument of its server, under which the plug-in will not run."""
+
+
+class HookMissing(LabError):
+    """A function of SGLang that the plug-in must hook and that is not there, or stayed unhooked."""
+
+
+class BadResult(LabError):
+    """A benchmark result, server log or profiler trace that is cut short or is another thing."""
+
+
+class NotComparable(LabError):
+    """A before and an after that differ in more than the patch: another model, pool or load."""
