@@ -82,7 +82,8 @@ def predict(strategy: "Strategy | str", geometry: "Geometry | str", card: "Card 
     fitted = fitted or fit()
     if (context is None) == (live_tokens is None):
         raise BadSize("Both or neither of context and live tokens", "one of the two")
-    check_load(geometry, pool_tokens, concurrency, int(context or live_tokens / concurrency))
+    each = live_tokens / concurrency if context is None else context
+    check_load(geometry, pool_tokens, concurrency, int(each))
     live = live_tokens if context is None else concurrency * context
     heads = heads or geometry.heads_per_gpu(8 if geometry.heads % 8 == 0 else 1)
     layers = Counter(strategy.at(i) for i in range(geometry.layers))
@@ -178,7 +179,7 @@ class StepTime:
         """Live tokens (from one a request to the pool), and the whole step's ms at each."""
         if running not in self._tables:
             top = max(running, min(self.pool_tokens, running * self.geometry.max_positions))
-            live = np.unique(np.geomspace(running, top, 49))
+            live = np.unique(np.geomspace(running, top, 49).clip(running, top))
             rest = self.rest(running) if self.rest else 0.0
             times = [rest + self.at(running, L).step_ms for L in live]
             self._tables[running] = (live.tolist(), times)
