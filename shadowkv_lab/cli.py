@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,8 @@ from rich.table import Table
 from shadowkv_lab.errors import BadSize, LabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-console = Console()
+# Into a file or a pipe, tables are wide enough not to be folded.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 Model = Annotated[str, typer.Option(help="A model of data/models, or the path of a config.json.")]
 Device = Annotated[str | None, typer.Option(help="cuda:0, cpu, ...; the freest GPU if left out.")]

@@ -84,13 +84,18 @@ def mover(name: str, device: torch.device) -> Callable:
     return getattr(_triton(name, device), name)
 
 
-def _triton(module: str, device: torch.device):
+def require(module: str, device: torch.device) -> None:
+    """Raise `KernelUnavailable` with the remedy if a Triton kernel cannot run on a device."""
     if problem := triton_problem(device):
         raise KernelUnavailable(
             f"The Triton kernel {module!r} cannot run: {problem}",
             "an NVIDIA GPU with triton installed",
             "Choose another strategy, or run it on a GPU machine",
         )
+
+
+def _triton(module: str, device: torch.device):
+    require(module, device)
     return importlib.import_module(f"shadowkv_lab.kernels.{module}")
 
 
