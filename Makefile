@@ -13,7 +13,7 @@ PIP_OPTIONS ?=
 .PHONY: setup lab reproduce test gpu-test lock lint
 
 reproduce: setup
-	$(BIN)/shadowkv reproduce
+	$(BIN)/shadowkv reproduce --notebook
 
 test: setup
 	$(BIN)/python -m pytest

@@ -1,0 +1,83 @@
+"""`shadowkv`: the lab's functions without a browser."""
+
+import sys
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shadowkv_lab.errors import BadSize, LabError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+# Into a file or a pipe, tables are wide enough not to be folded.
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+Model = Annotated[str, typer.Option(help="A model of data/models, or the path of a config.json.")]
+Device = Annotated[str | None, typer.Option(help="cuda:0, cpu, ...; the freest GPU if left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
+
+
+def main() -> None:
+    """Run the command line; a named error becomes one line and exit status 2."""
+    try:
+        app()
+    except LabError as error:
+        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        raise SystemExit(2) from None
+
+
+def integers(text: str, what: str) -> list[int]:
+    """Whole numbers from a comma-separated list; raises `BadSize`."""
+    try:
+        values = [int(part.replace("_", "")) for part in text.split(",")]
+    except ValueError:
+        raise BadSize(f"{what} {text!r}", "whole numbers, separated by commas") from None
+    if any(value < 1 for value in values):
+        raise BadSize(f"{what} {text!r}", "1 or more")
+    return values
+
+
+def show(rows: Iterable[dict], columns: dict[str, str], heading: str = "") -> None:
+    """Print rows as a table; `columns` maps a key to its heading."""
+    table = Table(title=heading or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    rows = list(rows)
+    for key, head in columns.items():
+        number = all(isinstance(row[key], int | float) and row[key] is not True for row in rows)
+        table.add_column(head, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(_cell(row[key])) for key in columns))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-2 else f"{value:,.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class progress:
+    """A progress bar with the time left, called with (text, share done); silent if `quiet`."""
+
+    def __init__(self, quiet: bool):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+    def __enter__(self):
+        self.bar.start()
+        self.task = self.bar.add_task("", total=1.0)
+        return lambda text, done: self.bar.update(self.task, description=text, completed=done)
+
+    def __exit__(self, *_):
+        self.bar.stop()
+
+
+# Each module registers its commands.
+from shadowkv_lab.cli import measuring, predicting, sharing  # noqa: E402, F401

@@ -1,0 +1,140 @@
+"""Commands that predict, and that reproduce the case."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shadowkv_lab.cli import AsJson, Device, Model, app, console, progress, show
+
+Gpu = Annotated[str, typer.Option(help="A card of data/gpus.")]
+CASE_GPU = "rtx-pro-6000-server"
+
+
+@app.command()
+def budget(
+    model: Model = "glm-5",
+    gpu: Gpu = CASE_GPU,
+    tensor_parallel: int = 8,
+    weights_gib: Annotated[float | None, typer.Option(help="Per GPU, as logs print it.")] = None,
+    mem_fraction_static: float | None = None,
+    context: int = 1024,
+    concurrency: int = 1,
+    kv_gib: Annotated[float | None, typer.Option(help="The KV size of a log.")] = None,
+    log: Annotated[Path | None, typer.Option(help="An SGLang or vLLM start-up log.")] = None,
+    index: Annotated[bool, typer.Option(help="Index keys, which DSA models allocate.")] = True,
+    mtp: Annotated[bool, typer.Option(help="The MTP layer's cache.")] = False,
+    smallest_card: Annotated[
+        str | None, typer.Option(help="Which cards hold this load with this strategy?")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what fits: memory term by term, and each strategy's tokens and requests."""
+    from shadowkv_lab.predict import budget, logs
+
+    options = dict(tensor_parallel=tensor_parallel, weights_gib=weights_gib,
+                   mem_fraction_static=mem_fraction_static, context=context,
+                   concurrency=concurrency, kv_gib=kv_gib, index=index, mtp=mtp)  # fmt: skip
+    if smallest_card:
+        for name in ("context", "concurrency"):
+            options.pop(name)
+        table = budget.cards_for(model, smallest_card, concurrency, context, **options)
+        _print(table, as_json)
+        return
+    if log:
+        found = logs.parse(log)
+        plan = logs.from_log(found, model, gpu, **options)
+        if found.missing and not as_json:
+            console.print(f"not in the log: {', '.join(found.missing)}")
+    else:
+        plan = budget.budget(model, gpu, **options)
+    table = plan.table()
+    if as_json:
+        _print(table, as_json)
+        return
+    console.print(plan.formula, highlight=False, markup=False)
+    columns = dict(strategy="strategy", token_bytes="B/token", tokens="tokens",
+                   requests=f"requests of {context:,}", kept_gib="kept GiB",
+                   scratch_gib="scratch GiB", left_gib="left GiB", fits="fits")  # fmt: skip
+    show(table.to_dict("records"), columns, f"{plan.geometry.name} on {plan.card.title}")
+
+
+@app.command()
+def predict(
+    model: Model = "glm-5",
+    gpu: Gpu = CASE_GPU,
+    pool_tokens: int = 495_616,
+    concurrency: int = 1,
+    context: int = 1024,
+    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict each strategy's step on a card, with the provenance of every phase."""
+    from shadowkv_lab.predict import step
+
+    rows = []
+    for found in step.predict_all(model, gpu, pool_tokens, concurrency, context, heads=heads):
+        phases = {f"{p.name}_ms": p.ms for p in found.phases}
+        rows.append({"strategy": found.strategy, "step_ms": found.step_ms, **phases,
+                     "provenance": found.provenance, "how": found.how})  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    show(rows, {name: name.replace("_", " ") for name in rows[0]})
+
+
+@app.command()
+def reproduce(
+    device: Device = None,
+    context: Annotated[int | None, typer.Option(help="The case's is not reported.")] = None,
+    pool_tokens: Annotated[int | None, typer.Option(help="The largest that is quick here.")] = None,
+    gpu: Gpu = CASE_GPU,
+    out: Annotated[Path, typer.Option(help="Where the files go.")] = Path("out/reproduce"),
+    notebook: Annotated[bool, typer.Option(help="Execute the decode lab's notebook too.")] = False,
+    profile: Annotated[bool, typer.Option(help="Profile one step of two strategies.")] = True,
+) -> None:
+    """Re-derive the case, measure it here, and say what does not add up.
+
+    Exit status 1 if a strategy fails its check or a derived figure leaves its published one.
+    """
+    from shadowkv_lab.predict import reproduce
+
+    with progress(quiet=False) as report:
+        found = reproduce.run(device, out, card=gpu, context=context, pool_tokens=pool_tokens,
+                              profile=profile, progress=report)  # fmt: skip
+    headings = {
+        "arithmetic": "1. The arithmetic",
+        "measured": f"2. Measured on {found.device}",
+        "does_not_add_up": "4. What does not add up",
+        "verdict": "6. The verdict",
+    }
+    for name, heading in headings.items():
+        console.print(f"\n[bold]{heading}[/]")
+        if name in found.notes:
+            console.print(found.notes[name], highlight=False, markup=False)
+        _print(found.tables[name])
+    files = list(found.files)
+    if notebook:
+        from shadowkv_lab.ui import notebooks
+
+        with progress(quiet=False) as report:
+            report("executing the decode lab", 0.5)
+            target = out / "01_decode_lab.ipynb"
+            files.append(notebooks.execute("notebooks/01_decode_lab.ipynb", target))
+    console.print("\nwrote " + ", ".join(str(f) for f in files), highlight=False)
+    failed = [check for check in found.checks if not check.ok]
+    console.print(f"{len(found.checks) - len(failed)} of {len(found.checks)} checks hold")
+    for check in failed:
+        console.print(f"[bold red]failed[/]: {check.what}: {check.found}")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print(table, as_json: bool = False) -> None:
+    """A DataFrame as a table, or as JSON."""
+    if as_json:
+        typer.echo(table.to_json(orient="records", indent=1))
+        return
+    rows = table.astype(object).where(table.notna(), "").to_dict("records")
+    show(rows, {name: str(name).replace("_", " ") for name in table.columns})

@@ -1,0 +1,52 @@
+"""Commands around files: real rows captured, notebooks executed and shared."""
+
+import ast
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shadowkv_lab.cli import app, console, progress
+from shadowkv_lab.errors import BadSize
+
+
+@app.command()
+def capture(
+    checkpoint: Annotated[Path, typer.Option(help="A folder with config.json and safetensors.")],
+    text: Annotated[Path, typer.Option(help="A text file.")],
+    out: Annotated[Path, typer.Option(help="The pool file to write.")],
+    layers: Annotated[str, typer.Option(help="Such as 0-2 or 0,2.")] = "0-2",
+    queries: Annotated[int, typer.Option(help="Queries kept a layer.")] = 16,
+    max_tokens: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Run a text through a checkpoint's first layers, and keep their KV rows in a pool file."""
+    from shadowkv_lab.sources import capture
+
+    with progress(quiet=False) as report:
+        file = capture.capture(checkpoint, text, out, layers=layers, queries=queries,
+                               max_tokens=max_tokens, device=device, progress=report)  # fmt: skip
+    console.print(f"wrote {out}: {len(file.layers)} layers x {file.tokens} tokens")
+
+
+@app.command("run-notebook")
+def run_notebook(
+    notebook: Path,
+    parameter: Annotated[list[str] | None, typer.Option("-p", help="NAME=VALUE; several.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Where to; in place if left out.")
+    ] = None,
+) -> None:
+    """Execute a notebook from a clean kernel, with other parameters if asked for."""
+    from shadowkv_lab.ui import notebooks
+
+    values = {}
+    for text in parameter or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise BadSize(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    console.print(f"wrote {notebooks.execute(notebook, output, values)}")
