@@ -1,6 +1,8 @@
 """A widget application: labelled controls, figures, an error shown in place, a line to paste."""
 
 import contextlib
+import html
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,10 +13,21 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab.errors import LabError
-from shadowkv_lab.ui import display
+from shadowkv_lab.ui import display, plots
 
 LABEL = {"description_width": "9em"}
-PLOT_WIDTH = 610  # two side by side are read at 1280 px
+PLOT_WIDTH = plots.WIDTH
+BUSY_AFTER_S = 0.2  # quicker answers need no indicator
+
+CSS = """<style>
+.shadowkv :is(button, input, select, textarea, .noUi-handle):focus-visible {
+  outline: 3px solid #0072B2 !important; outline-offset: 1px; }
+.shadowkv-error { border-left: 4px solid #D55E00; padding: 4px 10px; background: #fff4ec;
+  color: #222; line-height: 1.4; }
+.shadowkv-code { user-select: all; background: #f2f2f2; color: #222; padding: 3px 6px;
+  overflow-wrap: anywhere; border-bottom: 1px dotted #0072B2; }
+.shadowkv .widget-html-content { line-height: 1.5; }
+</style>"""
 
 
 @dataclass(frozen=True)
@@ -47,23 +60,21 @@ class App:
         self.defaults = {name: control.value for name, control in controls.items()}
         self.turn, self.worker, self.view = 0, None, View([])
         self._lock = threading.Lock()
+        self._drawn: list[dict] = []
+        self._stale = False
         self.status, self.error, self.note, self.code = (w.HTML() for _ in range(4))
         self.busy = w.FloatProgress(max=1.0, layout=w.Layout(width="12em", visibility="hidden"))
-        reset = w.Button(description="Reset", tooltip="Back to the defaults")
-        save = w.Button(description="Save this view", tooltip="CSV and PNG, under out/")
+        reset = w.Button(description="Reset", tooltip="Back to the settings it started with")
+        save = w.Button(description="Save this view", tooltip="CSV and PNG, into the folder out")
         reset.on_click(lambda _: self.reset())
         save.on_click(lambda _: self.save())
-        self.plots = w.GridBox(
-            layout=w.Layout(
-                grid_template_columns=f"repeat({columns}, {PLOT_WIDTH}px)", grid_gap="6px"
-            )
-        )
-        grid = w.GridBox(list(controls.values()),
-                         layout=w.Layout(grid_template_columns="repeat(2, 610px)"))  # fmt: skip
+        self.plots = w.GridBox(layout=_columns(columns))
         self.widget = w.VBox([
-            grid, w.HBox([reset, save, self.busy, self.status]), self.error, self.note, self.plots,
+            w.HTML(CSS), w.GridBox([*controls.values()], layout=_columns(2)),
+            w.HBox([reset, save, self.busy, self.status]), self.error, self.note, self.plots,
             self.code,
         ])  # fmt: skip
+        self.widget.add_class("shadowkv")
         for control in controls.values():
             control.observe(self._changed, names="value")
         self.refresh()
@@ -82,19 +93,22 @@ class App:
 
     def save(self) -> None:
         """Write the view's numbers as CSV and its figures as PNG under out/."""
-        folder = Path("out")
+        folder, name = Path("out"), self.call.rpartition(".")[2]
         folder.mkdir(exist_ok=True)
-        self.view.table.to_csv(folder / f"{self.call}.csv", index=False)
-        pictures = [display.png(fig) for fig in self.view.figures]
-        for i, picture in enumerate(p for p in pictures if p):
-            (folder / f"{self.call}-{i + 1}.png").write_bytes(picture)
-        self.status.value = f"saved as {folder}/{self.call}*"
+        (folder / ".gitignore").write_text("*\n")
+        self.view.table.to_csv(folder / f"{name}.csv", index=False)
+        pictures = [picture for fig in self.view.figures if (picture := display.png(fig))]
+        for i, picture in enumerate(pictures, 1):
+            (folder / f"{name}-{i}.png").write_bytes(picture)
+        lacking = "" if len(pictures) == len(self.view.figures) else "; no Chromium for pictures"
+        self.status.value = f"saved {folder}/{name}.csv and {len(pictures)} PNG files{lacking}"
 
     def refresh(self) -> None:
         """Show the current setting; the last one wins."""
         settings = self.settings
-        arguments = ", ".join(f"{k}={v!r}" for k, v in settings.items())
-        self.code.value = f"<code>{self.call}({arguments})</code>"
+        arguments = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
+        line = html.escape(f"{self.call}({arguments})", quote=False)
+        self.code.value = f'To show the same: <code class="shadowkv-code">{line}</code>'
         with self._lock:
             self.turn += 1
             turn = self.turn
@@ -113,59 +127,59 @@ class App:
         self.worker.start()
 
     def _work(self, settings: dict, turn: int) -> None:
+        finished = threading.Event()
+
         def cancelled() -> bool:
             return turn != self.turn
 
         def report(text: str, done: float) -> None:
-            if not cancelled():
-                self.status.value, self.busy.value = text, done
-                self.busy.layout.visibility = "visible" if done < 1 else "hidden"
+            if not cancelled() and not finished.is_set():
+                self.status.value, self.busy.value = html.escape(text), done
+                self.busy.layout.visibility = "visible"
 
         if cancelled():
             return
+        indicator = threading.Timer(BUSY_AFTER_S, report, ("working ...", 0.5))
+        indicator.daemon = True
+        indicator.start()
         try:
             view = self.build(settings, report, cancelled)
         except Cancelled:
             return
         except LabError as error:
-            if not cancelled():
-                self.error.value = _in_place(error)
-                self._settle("")
+            view = error
+        finally:
+            indicator.cancel()
+            finished.set()
+        if cancelled():
             return
-        if not cancelled():
+        if isinstance(view, LabError):
+            self.error.value = _in_place(view)
+        else:
             self.view, self.error.value, self.note.value = view, "", view.note
             self._draw(view.figures)
-            self._settle("")
-
-    def _settle(self, text: str) -> None:
-        self.status.value, self.busy.layout.visibility = text, "hidden"
+        self.status.value, self.busy.layout.visibility = "", "hidden"
         self._grey(False)
 
     def _grey(self, stale: bool) -> None:
-        self.plots.layout.border = "2px dashed #bbb" if stale else None
-        self.plots.layout.opacity = None
-        for plot in self.plots.children:
-            plot.layout.paper_bgcolor = plot.layout.plot_bgcolor = "#dddddd" if stale else "white"
+        """Mark the shown figures as those of an older setting, or as current again."""
+        if stale != self._stale:
+            self._stale = stale
+            for plot in self.plots.children:
+                plot.layout.paper_bgcolor = plot.layout.plot_bgcolor = (
+                    "#dddddd" if stale else "white"
+                )
 
     def _draw(self, figures: list[go.Figure]) -> None:
-        """Change the shown figures in place where their traces match; else replace them."""
-        shown = self.plots.children
-        same = len(shown) == len(figures) and all(
-            [t.type for t in a.data] == [t.type for t in b.data]
-            for a, b in zip(shown, figures, strict=True)
-        )
-        if not same:
-            # NOTE: a FigureWidget's stored state is that of the figure it was made from.
-            for figure in figures:
-                figure.update_layout(width=PLOT_WIDTH)
-            self.plots.children = [go.FigureWidget(figure) for figure in figures]
-            return
-        for widget, figure in zip(shown, figures, strict=True):
-            with widget.batch_update():
-                for old, new in zip(widget.data, figure.data, strict=True):
-                    old.update(new.to_plotly_json(), overwrite=True)
-                widget.layout.update(figure.layout.to_plotly_json(), overwrite=True)
-                widget.layout.width = PLOT_WIDTH
+        shown = list(self.plots.children)
+        widgets, self._drawn = plots.draw(shown, self._drawn, figures)
+        # NOTE: figures compare by what they show, so the widgets are told apart by identity.
+        kept = {id(widget) for widget in widgets}
+        if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
+            self.plots.children = widgets
+            for plot in shown:
+                if id(plot) not in kept:
+                    plot.close()
 
     def _changed(self, change: dict) -> None:
         if change["new"] != change["old"]:
@@ -183,15 +197,26 @@ class App:
                 control.observe(self._changed, names="value")
 
 
+def _columns(count: int) -> w.Layout:
+    return w.Layout(grid_template_columns=f"repeat({count}, {PLOT_WIDTH}px)", grid_gap="4px 6px")
+
+
+def _literal(value: object) -> str:
+    """A setting as Python, strings in double quotes."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
 def _in_place(error: LabError) -> str:
     """A named error laid out: what was wrong, what is allowed, what to do."""
-    parts = [f"<b>{type(error).__name__}</b>: {error.what}."]
+    parts = [f"{error.what.rstrip('.')}."]
     if error.allowed:
-        parts.append(f"Allowed: {error.allowed}.")
+        parts.append(f"Allowed: {error.allowed.rstrip('.')}.")
     if error.remedy:
-        parts.append(error.remedy)
-    style = "border-left:4px solid #D55E00;padding:4px 10px;background:#fff4ec"
-    return f'<div role="alert" style="{style}">{"<br>".join(parts)}</div>'
+        parts.append(error.remedy.rstrip(".") + ("" if error.remedy.endswith("?") else "."))
+    text = "<br>".join(html.escape(part, quote=False) for part in parts)
+    return f'<div role="alert" class="shadowkv-error"><b>{type(error).__name__}</b>: {text}</div>'
 
 
 def slider(label: str, values: list[int], value: int, unit: str) -> w.SelectionSlider:
@@ -199,5 +224,5 @@ def slider(label: str, values: list[int], value: int, unit: str) -> w.SelectionS
     values = sorted({*values, value})
     return w.SelectionSlider(
         options=[(f"{v:,} {unit}", v) for v in values], value=value, description=label,
-        continuous_update=False, style=LABEL, layout=w.Layout(width="600px"),
+        continuous_update=False, style=LABEL, layout=w.Layout(width="540px"),
     )  # fmt: skip

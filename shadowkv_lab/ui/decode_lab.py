@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import lru_cache
 
 import ipywidgets as w
 import pandas as pd
@@ -23,6 +24,13 @@ CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
     """Recorded runs of a model at a head count; with `provenance` and bytes moved a phase."""
+    stamps = tuple((path, path.stat().st_mtime_ns) for path in sorted(data.RUNS.glob("*.jsonl")))
+    return _recorded(model, heads, mode, stamps)
+
+
+@lru_cache(maxsize=16)
+def _recorded(model: str, heads: int, mode: str, stamps: tuple) -> pd.DataFrame:
+    """`recorded`, read again when a file of `stamps` has changed; a slider asks at each step."""
     runs = records.read()
     ours = runs[(runs.model == model) & (runs.heads == heads) & (runs["mode"] == mode)]
     if ours.empty:
@@ -98,7 +106,11 @@ def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: i
                         remedy="Choose at least one strategy that was recorded")  # fmt: skip
     cell = nearest(runs, pool_tokens, concurrency, context)
     at_cell = (runs.pool_tokens == cell.pool_tokens) & (runs.concurrency == cell.concurrency)
-    return views(runs[at_cell & (runs.context == cell.context)], runs)
+    view = views(runs[at_cell & (runs.context == cell.context)], runs)
+    if (pool_tokens, concurrency, context) == tuple(cell[:3]):
+        return view
+    asked = f"Nearest recorded run to a pool of {pool_tokens:,}, {concurrency} x {context:,}. "
+    return dataclasses.replace(view, note=asked + view.note)
 
 
 def measured_view(bench: decode.Bench, pool_tokens: int, concurrency: int, context: int,

@@ -19,7 +19,8 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
             marker=dict(
                 color=[style.colour(s) for s in runs.strategy],
                 opacity=style.PHASE_OPACITY[phase],
-                pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=6),
+                pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12,
+                             solidity=0.15),
                 line=dict(color="white", width=1),
             ),
             customdata=list(zip(_gigabytes(runs, column), runs.provenance, strict=True)),
@@ -27,12 +28,11 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
             "%{customdata[1]}<extra></extra>",
         )  # fmt: skip
         _grey_legend(fig, phase, style.PHASE_OPACITY[phase])
-    for name, run in zip(names, runs.itertuples(), strict=True):
-        fig.add_annotation(
-            x=run.step_ms, y=name, xanchor="left", xshift=6, showarrow=False,
-            text=f"{run.step_ms:,.2f} ms, {run.provenance}",
-        )  # fmt: skip
-    fig.update_layout(barmode="stack")
+    fig.update_layout(barmode="stack", annotations=[
+        dict(x=run.step_ms, y=name, xanchor="left", xshift=6, showarrow=False,
+             text=f"{run.step_ms:,.2f} ms, {run.provenance}")
+        for name, run in zip(names, runs.itertuples(), strict=True)
+    ])  # fmt: skip
     fig.update_xaxes(range=[0, 1.35 * runs.step_ms.max()])
     fig.update_yaxes(automargin=True)
     return fig
@@ -132,10 +132,13 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
     fig = style.figure(heading + where, "memory (GiB)", "")
     names = [style.title(s) for s in runs.strategy]
     colours = [style.colour(s) for s in runs.strategy]
+    pattern = dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15)
     for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
         fig.add_bar(
-            y=names, x=values, orientation="h", name=name,
-            marker=dict(color=colours, opacity=opacity), hovertemplate="%{y}: %{x:.2f} GiB " + name + "<extra></extra>", showlegend=False,
+            y=names, x=values, orientation="h", name=name, showlegend=False,
+            marker=dict(color=colours, opacity=opacity, pattern=pattern),
+            customdata=runs.provenance.tolist(),
+            hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",
         )  # fmt: skip
         _grey_legend(fig, name, opacity)
     fig.update_layout(barmode="stack")
