@@ -1,0 +1,52 @@
+"""The entry point as SGLang itself loads it, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import conftest, json
+conftest.provide_torchvision()
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+ours = {path: [kind.value for kind, _, source in hooks if source.plugin_name == "shadowkv"]
+        for path, hooks in HookRegistry._hooks.items() if path in HookRegistry._patched}
+print(json.dumps(ours))
+"""
+
+
+def load(**environment):
+    """Run SGLang's `load_plugins` with these variables; the finished process."""
+    path = str(Path(__file__).parent)
+    command = [sys.executable, "-c", CODE]
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=path, env=environment,
+                          check=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy, count", [("shadow", 10), ("fused_fp8", 5), ("full_cast", 1)])
+def test_sglangs_registry_reports_every_hook_as_applied(sglang, strategy, count):
+    from shadowkv_lab.sglang import Settings, hooks
+
+    done = load(SHADOWKV_STRATEGY=strategy, SHADOWKV_CHECK="1")
+    applied = json.loads(done.stdout.strip().splitlines()[-1])
+    every = 1 if strategy == "shadow" else 0
+    assert applied.keys() == hooks.targets(Settings(strategy, None, every)).keys()
+    assert len(applied) == count and all(applied.values())
+
+
+def test_without_a_strategy_nothing_is_hooked(sglang):
+    done = load(SHADOWKV_STRATEGY="")
+    assert json.loads(done.stdout.strip().splitlines()[-1]) == {}
+
+
+def test_a_plug_in_that_cannot_run_ends_the_server(sglang):
+    """SGLang logs an exception of a plug-in and starts without it; this must not happen."""
+    done = load(SHADOWKV_STRATEGY="shadows")
+    assert done.returncode == 1 and "Did you mean 'shadow'?" in done.stderr
+    assert not done.stdout.strip()
