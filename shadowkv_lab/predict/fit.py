@@ -6,9 +6,12 @@ interpolated between them in log space. Bandwidth is the datasheet's, so that a 
 be lent to another card; on a device without a card file it is the copy bandwidth of the run.
 """
 
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +26,7 @@ PHASES = ("cast", "attention", "write")
 KEY = ["phase", "kernel", "gpu", "heads"]
 CELL = ["strategy", "model", "layers", "heads", "pool_tokens", "concurrency", "context",
         "page_size", "slot_order", "backend", "mode", "gpu"]  # fmt: skip
+ROW_BYTES = {"bf16": 1152, "native_fp8": 576, "fused_fp8": 576}  # of every model in data/models
 EDGE = 1.001  # a size this close to the recorded range is inside it
 
 
@@ -67,8 +71,8 @@ class Curve:
         return Time(self.launch_ms + moving, inside)
 
 
-def points(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row for each phase of each run that says something about a kernel.
+def points(runs: pd.DataFrame, benches: Iterable[Path] = ()) -> pd.DataFrame:
+    """One row for each phase of each run, and of each kernel benchmark, that bears on a kernel.
 
     Runs of models that the lab has no file for, of mixed layers, and superseded ones are left out.
     """
@@ -94,6 +98,9 @@ def points(runs: pd.DataFrame) -> pd.DataFrame:
         rows.append(dict(common, phase="write", kernel="+".join(strategy.at(0).kinds), heads=0,
                          requests=1, size=moves.write_bytes, bytes=moves.write_bytes,
                          ms=run.write_ms / run.layers, exact=not moves.cast_bytes))  # fmt: skip
+    known = {(r["kernel"], r["gpu"], r["heads"]) for r in rows if r["phase"] == "attention"}
+    for path in benches:
+        rows += bench_points(path, known)
     frame = pd.DataFrame(rows + _published())
     best = frame.groupby(KEY)["exact"].transform("any")
     return frame[(frame.exact | ~best) & (frame.ms > 0)]
@@ -164,11 +171,11 @@ class Fit:
         return sorted(found, key=lambda k: (-self.weight[k], k))
 
 
-def fit(runs: pd.DataFrame | None = None) -> Fit:
-    """Fit recorded runs; those under data/runs if none are given."""
+def fit(runs: pd.DataFrame | None = None, benches: Iterable[Path] = ()) -> Fit:
+    """Fit recorded runs; those under data/runs, and its kernel benchmarks, if none are given."""
     if runs is None:
         return _fit_of(_files())
-    found = points(runs)
+    found = points(runs, benches)
     groups = dict(list(found.groupby(KEY)))
     kernels = found[found.phase == "attention"]
     return Fit({k: curve(g) for k, g in groups.items()},
@@ -179,6 +186,30 @@ def fit(runs: pd.DataFrame | None = None) -> Fit:
 def recorded() -> pd.DataFrame:
     """All runs under data/runs, read again when a file changes."""
     return _read(_files())
+
+
+def bench_points(path: Path, known: set[tuple]) -> list[dict]:
+    """Attention kernels timed by `shadowkv bench kernels` that no run has: (kernel, GPU, heads).
+
+    Its peers there are those that a run does not choose by itself, such as fa2 beside fa3.
+    """
+    entry, rows = json.loads(path.read_text()), []
+    card = _card_of(entry["origin"]["device"])
+    for row in entry["rows"]:
+        name = row["kernel"].replace("flashinfer bf16 ", "flashinfer_")
+        name = re.sub(r"flashinfer native_fp8 (\w+)", r"flashinfer_\1_fp8", name)
+        name = "lab_fused_fp8" if name == "fused_fp8" else name
+        load = re.fullmatch(r"(\d+) x (\d+)", row["shape"])
+        if not (card and load and row["heads"]) or (name, card.name, row["heads"]) in known:
+            continue
+        R, n = int(load[1]), int(load[2])
+        reads = name if "fp8" in name else "bf16"
+        reads = {"lab_fused_fp8": "fused_fp8"}.get(reads, "native_fp8" if "fp8" in reads else reads)
+        a_layer = R * n * ROW_BYTES[reads]
+        rows.append(dict(gpu=card.name, gb_per_s=card.bandwidth_gb_per_s, reads=reads, exact=True,
+                         phase="attention", kernel=name, heads=row["heads"], requests=R, size=n,
+                         bytes=a_layer, ms=row["ms"] * a_layer / row["bytes"]))  # fmt: skip
+    return rows
 
 
 def _files() -> tuple:
@@ -192,4 +223,4 @@ def _read(files: tuple) -> pd.DataFrame:
 
 @cache
 def _fit_of(files: tuple) -> Fit:
-    return fit(_read(files))
+    return fit(_read(files), sorted(data.RUNS.glob("*_kernels.json")))

@@ -181,13 +181,13 @@ def tables_of(runs: pd.DataFrame, card: str, context: int,
               fitted: "fit.Fit | None" = None,
            ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:  # fmt: skip
     """Tables 1, 2, 4, 5 and 6 with their texts; `runs` are those of table 2."""
-    seen, eager_ms = fit.latest(fit.recorded()), hypotheses.host_bound_ms(fit.recorded())
+    seen = fit.latest(fit.recorded())
     of = case.server()
     rest = verdict.case_rest(card, context, fitted)
     found = {
         "arithmetic": pd.DataFrame([{**asdict(x), "agrees": x.agrees} for x in case.arithmetic()]),
         "measured": measured(runs, rest, context=context),
-        "does_not_add_up": hypotheses.hypotheses(of, eager_ms=eager_ms),
+        "does_not_add_up": hypotheses.recorded_hypotheses(of),
         "same_class": hypotheses.same_class(),
         "sglang_35291": case.check_deepseek(fitted or fit.fit(), seen),
         "verdict": verdict.verdict(card, context, rest=rest, fitted=fitted),

@@ -91,10 +91,10 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     cards = [c.removeprefix("fits_") for c in table.columns if c.startswith("fits_")]
     possible = [all(row[f"fits_{c}"] and row[f"under_{c}"] for c in cards)
                 for row in table.to_dict("records")]  # fmt: skip
-    near = [p and abs(d) < hypotheses.NEAR_MS for p, d in zip(possible, table.off_ms, strict=True)]
+    near = [p and abs(d) <= hypotheses.NEAR_MS for p, d in zip(possible, table.off_ms, strict=True)]
     fig = style.figure(
         f"{sum(near)} of {len(table)} hypotheses reach {of.after_ms:.1f} ms and are possible on "
-        "both cards<br><sup>each was solved for the reported TPOT; none is established</sup>",
+        "both cards<br><sup>within the rounding of what was published; none is established</sup>",
         "TPOT that the hypothesis predicts (ms)", "",
     )  # fmt: skip
     for ok, name, colour in ((True, "possible on both cards", style.PALETTE[1]),

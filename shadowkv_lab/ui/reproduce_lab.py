@@ -5,7 +5,7 @@ import dataclasses
 import ipywidgets as w
 
 from shadowkv_lab import hardware
-from shadowkv_lab.predict import case, fit, hypotheses, verdict
+from shadowkv_lab.predict import case, hypotheses, verdict
 from shadowkv_lab.ui import reproduce
 from shadowkv_lab.ui.app import LABEL, App, View, slider
 from shadowkv_lab.ui.budget import CONCURRENCIES, CONTEXTS
@@ -30,7 +30,7 @@ def reproduction_view(gpu: str = CARD, context: int = 1024, concurrency: int = 1
     if not rest_grows:
         rest = dataclasses.replace(rest, fixed_ms=rest(1), expert_ms=0.0)
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
-    table = hypotheses.hypotheses(of, eager_ms=hypotheses.host_bound_ms(fit.recorded()))
+    table = hypotheses.recorded_hypotheses(of)
     found = verdict.verdict(gpu, context, concurrency, rest=rest)
     where = f"{hardware.card(gpu).title}, {concurrency} x {context:,} tokens"
     figures = [

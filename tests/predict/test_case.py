@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from shadowkv_lab import geometry
@@ -69,11 +70,24 @@ def test_a_faster_kernel_than_the_card_is_not_under_its_bandwidth():
     assert not row.under_workstation
 
 
+def test_a_vector_cast_is_predicted_from_another_cards_share():
+    """66.8 GB at 86.5 % of 1792 GB/s take 43.1 ms, of 1597 GB/s 48.4; neither is solved for."""
+    table = hypotheses.hypotheses(cast_share=0.865).set_index("hypothesis")
+    rows = {
+        c: table.loc[f"the lab's vector cast on the {c} card"] for c in ("workstation", "server")
+    }
+    assert rows["workstation"].tpot_ms == pytest.approx(31.0 + 66_801 / (0.865 * 1792), abs=0.01)
+    assert rows["server"].tpot_ms == pytest.approx(31.0 + 66_801 / (0.865 * 1597), abs=0.01)
+    assert "not solved for" in hypotheses.in_words(case.server(), table.reset_index())
+    assert hypotheses.vector_cast_share(fit(known.runs("vector_cast"))) == pytest.approx(
+        0.25, rel=0.01
+    )
+    assert hypotheses.vector_cast_share(fit(known.runs("shadow"))) is None
+
+
 def test_the_graph_hypothesis_takes_a_recorded_eager_cost():
     both = [known.runs("shadow", mode="graph"), known.runs("shadow", mode="eager")]
     both[1]["step_ms"] += 11.0
-    import pandas as pd
-
     eager_ms = hypotheses.host_bound_ms(pd.concat(both))
     assert eager_ms == pytest.approx(11.0)
     table = hypotheses.hypotheses(eager_ms=eager_ms).set_index("hypothesis")

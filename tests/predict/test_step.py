@@ -169,6 +169,24 @@ def test_runs_of_models_without_a_file_are_left_out():
     assert len(fitting.points(pd.concat([known.runs(), odd]))) == len(fitting.points(known.runs()))
 
 
+def test_kernel_benchmarks_fill_in_what_runs_lack(tmp_path):
+    """fa2 is timed by the kernel benchmark only; SM120 has no fa3, so it borrows fa2's."""
+    layers, loads = 78, ((1, 1024), (1, 65_536), (32, 8192))
+    rows = [{"kernel": f"flashinfer bf16 {v}", "shape": f"{R} x {n}", "heads": 8,
+             "bytes": layers * R * n * 1152,
+             "ms": layers * slow * known.layer_ms("attention", R * n * 1152)}
+            for v, slow in (("fa2", 2.0), ("fa3", 9.0)) for R, n in loads]  # fmt: skip
+    path = tmp_path / "h200_kernels.json"
+    path.write_text(json.dumps({"origin": {"device": "NVIDIA H200"}, "rows": rows}))
+    fitted = fitting.fit(known.runs(), [path])
+    lent = predict("shadow", "glm-5", "rtx-pro-6000-server", 495_616, 1, 16_384, fitted=fitted)
+    by_hand = 78 * 2 * known.layer_ms("attention", 16_384 * 1152, 1597)
+    assert lent["attention"].ms == pytest.approx(by_hand, rel=0.01)
+    assert "fa2" in lent["attention"].how
+    here = predict("shadow", "glm-5", "h200", 495_616, 1, 2048, fitted=fitted)
+    assert here.step_ms == pytest.approx(truth("shadow", 495_616, 2048, 1), rel=0.01)
+
+
 def test_published_point_is_the_file(monkeypatch):
     """The calibration reads data/published: no number of the case is typed into the code."""
     entry = json.loads(json.dumps(fitting.data.find("published", "", "case"))) | {"cast_ms": 32.3}
