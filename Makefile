@@ -42,3 +42,17 @@ $(STAMP): pyproject.toml constraints.txt
 lock: setup
 	$(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia-|cuda-)' > constraints.txt
 	echo 'torch==2.13.0' >> constraints.txt
+
+# The tests of the SGLang plug-in on SGLang's own classes, in an environment of their own. Without
+# its requirements, among which are a CUDA build of torch and compiled kernels.
+.PHONY: test-sglang
+SGLANG ?= .venv-sglang
+
+test-sglang: $(SGLANG)/.installed
+	$(SGLANG)/bin/python -m pytest tests/sglang -p no:cacheprovider
+
+$(SGLANG)/.installed: pyproject.toml constraints.txt
+	test -x $(SGLANG)/bin/python || $(PY) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints.txt -e '.[sglang]' hypothesis pytest 'transformers>=5.16,<6' 'triton>=3.6'
+	$(SGLANG)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps sglang==0.5.23
+	touch $@
