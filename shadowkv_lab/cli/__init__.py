@@ -46,7 +46,7 @@ def show(rows: Iterable[dict], columns: dict[str, str], heading: str = "") -> No
     table = Table(title=heading or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     rows = list(rows)
     for key, head in columns.items():
-        number = all(isinstance(row[key], int | float) and row[key] is not True for row in rows)
+        number = any(type(row[key]) in (int, float) for row in rows)
         table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*(escape(_cell(row[key])) for key in columns))
@@ -57,7 +57,9 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.1e}" if 0 < abs(value) < 1e-2 else f"{value:,.2f}"
+        if 0 < abs(value) < 1e-2:
+            return f"{value:.1e}"
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.2f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

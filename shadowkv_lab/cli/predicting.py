@@ -11,6 +11,26 @@ from shadowkv_lab.cli import AsJson, Device, Model, app, console, progress, show
 Gpu = Annotated[str, typer.Option(help="A card of data/gpus.")]
 CASE_GPU = "rtx-pro-6000-server"
 
+# What `reproduce` prints of each table; the CSV files hold all of it.
+PRINTED = {
+    "arithmetic": ("1. The arithmetic", {
+        "what": "what", "formula": "from", "value": "value", "unit": "", "published": "published",
+        "agrees": "agrees"}),
+    "measured": ("2. Measured here, and recorded", {
+        "strategy": "strategy", "device": "device", "pool_tokens": "pool", "scaled": "scaled",
+        "step_ms": "step ms", "tpot_ms": "TPOT ms", "tokens_per_s": "tok/s", "error": "error",
+        "provenance": "provenance"}),
+    "does_not_add_up": ("4. What does not add up", {
+        "hypothesis": "hypothesis", "tpot_ms": "TPOT ms", "off_ms": "off by", "gb_per_s": "GB/s",
+        "total_gib": "GiB", "fits_server": "fits", "under_server": "under Server's GB/s",
+        "under_workstation": "under Workstation's"}),
+    "verdict": ("6. The verdict", {
+        "strategy": "strategy", "step_ms": "step ms", "tpot_ms": "TPOT ms",
+        "tokens_per_s": "tok/s", "gib_for_pool": "GiB", "fits": "fits",
+        "tokens_that_fit": "tokens that fit", "tokens_per_s_per_gib": "tok/s/GiB",
+        "provenance": "provenance"}),
+}  # fmt: skip
+
 
 @app.command()
 def budget(
@@ -103,17 +123,13 @@ def reproduce(
     with progress(quiet=False) as report:
         found = reproduce.run(device, out, card=gpu, context=context, pool_tokens=pool_tokens,
                               profile=profile, progress=report)  # fmt: skip
-    headings = {
-        "arithmetic": "1. The arithmetic",
-        "measured": f"2. Measured on {found.device}",
-        "does_not_add_up": "4. What does not add up",
-        "verdict": "6. The verdict",
-    }
-    for name, heading in headings.items():
+    for name, (heading, columns) in PRINTED.items():
         console.print(f"\n[bold]{heading}[/]")
         if name in found.notes:
             console.print(found.notes[name], highlight=False, markup=False)
-        _print(found.tables[name])
+        _print(found.tables[name], columns=columns)
+    for row in found.tables["verdict"].itertuples():
+        console.print(f"{row.strategy}: {row.verdict}", highlight=False, markup=False)
     files = list(found.files)
     if notebook:
         from shadowkv_lab.ui import notebooks
@@ -131,10 +147,10 @@ def reproduce(
         raise typer.Exit(1)
 
 
-def _print(table, as_json: bool = False) -> None:
-    """A DataFrame as a table, or as JSON."""
+def _print(table, as_json: bool = False, columns: dict[str, str] | None = None) -> None:
+    """A DataFrame as a table of `columns` (all of them, if left out), or as JSON."""
     if as_json:
         typer.echo(table.to_json(orient="records", indent=1))
         return
     rows = table.astype(object).where(table.notna(), "").to_dict("records")
-    show(rows, {name: str(name).replace("_", " ") for name in table.columns})
+    show(rows, columns or {name: str(name).replace("_", " ") for name in table.columns})
