@@ -53,6 +53,6 @@ test-sglang: $(SGLANG)/.installed
 
 $(SGLANG)/.installed: pyproject.toml constraints.txt
 	test -x $(SGLANG)/bin/python || $(PY) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install -q $(PIP_OPTIONS) -c constraints.txt -e '.[sglang]' hypothesis pytest 'transformers>=5.16,<6' 'triton>=3.6'
-	$(SGLANG)/bin/python -m pip install -q $(PIP_OPTIONS) --no-deps sglang==0.5.23
+	$(SGLANG)/bin/python -m pip install -q --no-compile $(PIP_OPTIONS) -c constraints.txt -e '.[sglang]' hypothesis pytest 'transformers>=5.16,<6' 'triton>=3.6'
+	$(SGLANG)/bin/python -m pip install -q --no-compile $(PIP_OPTIONS) --no-deps sglang==0.5.23
 	touch $@

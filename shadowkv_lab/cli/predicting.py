@@ -147,6 +147,52 @@ def reproduce(
         raise typer.Exit(1)
 
 
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="A result file, or the folder of one run.")],
+    after: Annotated[Path, typer.Argument(help="The same, with the patch.")],
+    before_log: Annotated[Path | None, typer.Option(help="The server's log.")] = None,
+    after_log: Annotated[Path | None, typer.Option(help="The server's log.")] = None,
+    before_trace: Annotated[
+        Path | None, typer.Option(help="A profiler trace, gzip or not.")
+    ] = None,
+    after_trace: Annotated[Path | None, typer.Option(help="A profiler trace, gzip or not.")] = None,
+    model: Model = "glm-5",
+    gpu: Annotated[str | None, typer.Option(help="A card of data/gpus; the trace's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Decode steps of an unmarked trace.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers that read the pool; all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a patch changed in a server: TPOT, the cast that is left, and what could explain it.
+
+    A folder holds one run's *.jsonl, *.log and trace (*.json or *.json.gz).
+    """
+    from shadowkv_lab.predict import compare, profiled
+
+    found = compare.compare(
+        compare.read(before, log=before_log, trace=before_trace),
+        compare.read(after, log=after_log, trace=after_trace),
+        model=model, gpu=gpu, steps=steps, layers=layers,
+    )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=1))
+        return
+    _print(found.tpot.drop(columns=["benchmark", "tpot_from"]))
+    if found.cast is not None:
+        show(found.cast.assign(kernel=found.cast.kernel.map(profiled.short_name))
+             .to_dict("records"), dict(kernel="cast, ms a step", before_ms="before",
+                                       after_ms="after"))  # fmt: skip
+    console.print(f"{found.left:.0%} of the cast is left ({found.left_how})", highlight=False)
+    if found.budget is not None:
+        console.print(found.budget.formula, highlight=False, markup=False)
+    wanted = ("hyp", "tpot", "off", "gb_", "total", "fits", "under")
+    shown = [name for name in found.hypotheses.columns if name.startswith(wanted)]
+    columns = {name: name.replace("_", " ") for name in shown}
+    _print(found.hypotheses, columns=columns)
+    for line in (found.sentence, *found.notes):
+        console.print(line, highlight=False, markup=False)
+
+
 def _print(table, as_json: bool = False, columns: dict[str, str] | None = None) -> None:
     """A DataFrame as a table of `columns` (all of them, if left out), or as JSON."""
     if as_json:

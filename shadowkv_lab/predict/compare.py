@@ -1,5 +1,6 @@
 """A server before and after its patch, from its own result files, logs and traces."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,16 @@ class Comparison:
     hypotheses: pd.DataFrame
     sentence: str
     notes: tuple[str, ...]
+
+    def as_dict(self) -> dict:
+        """All of it as plain JSON values."""
+        tables = {n: t for n, t in vars(self).items() if isinstance(t, pd.DataFrame)}
+        rows = {n: json.loads(t.to_json(orient="records")) for n, t in tables.items()}
+        return rows | {
+            "left": self.left, "left_how": self.left_how, "sentence": self.sentence,
+            "budget": self.budget.formula.splitlines() if self.budget else None,
+            "notes": list(self.notes),
+        }  # fmt: skip
 
 
 def read(folder: str | Path, *, log: str | Path | None = None,
@@ -120,8 +131,8 @@ def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
     elif after.trace:
         notes.append("a trace of the after alone says nothing of what has gone")
     if pool is None:
-        notes.append("the pool's tokens are in no log and no result file: the case's are assumed, and "
-                     "short copies count as casts")  # fmt: skip
+        notes.append("the pool's tokens are in no log and no result file: the case's are "
+                     "assumed, and short copies count as casts")  # fmt: skip
     weights = before.log.weights_gib if before.log else None
     of = case.server(float(first.before_ms), float(first.after_ms), pool, layers, cast_ms=cast_ms,
                      model=model, weights_gib=weights)  # fmt: skip

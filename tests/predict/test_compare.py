@@ -181,3 +181,12 @@ def test_what_differs_is_said(case, changes, match):
 def test_another_model_than_the_server_s_is_refused(case):
     with pytest.raises(NotComparable, match="--model glm-5"):
         compare.compare(*case(), model="deepseek-r1")
+
+
+def test_the_command_prints_the_same(case, tmp_path, capsys):
+    from shadowkv_lab.cli import predicting
+
+    case()
+    predicting.compare(tmp_path / "before", tmp_path / "after", as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["left"] == pytest.approx(433.0 / 828.2) and len(found["hypotheses"]) == 5

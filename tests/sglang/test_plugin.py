@@ -29,15 +29,23 @@ def load(**environment):
                           check=False)  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy, count", [("shadow", 10), ("fused_fp8", 5), ("full_cast", 1)])
-def test_sglangs_registry_reports_every_hook_as_applied(sglang, strategy, count):
+def test_sglangs_registry_reports_every_hook_as_applied(sglang):
     from shadowkv_lab.sglang import Settings, hooks
 
-    done = load(SHADOWKV_STRATEGY=strategy, SHADOWKV_CHECK="1")
+    done = load(SHADOWKV_STRATEGY="shadow", SHADOWKV_CHECK="1")
     applied = json.loads(done.stdout.strip().splitlines()[-1])
-    every = 1 if strategy == "shadow" else 0
-    assert applied.keys() == hooks.targets(Settings(strategy, None, every)).keys()
-    assert len(applied) == count and all(applied.values())
+    assert applied.keys() == hooks.targets(Settings("shadow", None, 1)).keys()
+    assert len(applied) == 10 and all(applied.values())
+
+
+@pytest.mark.parametrize("strategy, count", [
+    ("full_cast", 1), ("vector_cast", 4), ("gather_cast", 5), ("fused_fp8", 5),
+])  # fmt: skip
+def test_every_strategys_targets_are_in_sglang(sglang, strategy, count):
+    from shadowkv_lab.sglang import Settings, hooks
+
+    wanted = hooks.targets(Settings(strategy))
+    assert len(wanted) == count and all(callable(hooks.resolve(path)) for path in wanted)
 
 
 def test_without_a_strategy_nothing_is_hooked(sglang):
