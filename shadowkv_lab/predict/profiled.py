@@ -16,7 +16,10 @@ from shadowkv_lab.strategies import Strategy, parse
 from shadowkv_lab.strategies.step import DecodeStep
 
 SCHEMA = 1
-RECORDED = "h200_profile.json"
+RECORDED = (
+    "h200_profile.json",
+    "cpu_profile.json",
+)  # under data/runs; the first one there is shown
 FUNCTORS = ("direct_copy_kernel_cuda", "bfloat16_copy_kernel_cuda", "float8_copy_kernel_cuda")
 
 
@@ -83,12 +86,15 @@ def profile_step(bench: decode.Bench, strategy: "Strategy | str", pool_tokens: i
                    pool_tokens, concurrency, context, "measured", kernels)  # fmt: skip
 
 
-def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path | None = None,
+def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path,
            strategies: Sequence[str] = ("full_cast", "shadow")) -> Path:  # fmt: skip
     """Profile one request in each strategy, and keep that as a recorded run; returns its file."""
-    path = Path(path or data.RUNS / RECORDED)
+    path = Path(path)
     profiles = [profile_step(bench, name, pool_tokens, 1, context) for name in strategies]
-    origin = records.origin(bench.device, *decode.bandwidth(bench.device))
+    command = (
+        f"profiled.record(reproduce.bench_here('{bench.device}'), {pool_tokens}, {context}, path)"
+    )
+    origin = records.origin(bench.device, *decode.bandwidth(bench.device), command)
     entry = dict(schema=SCHEMA, origin=asdict(origin), profiles=[asdict(p) for p in profiles])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entry, indent=1) + "\n")
@@ -96,9 +102,10 @@ def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path
 
 
 def recorded(path: str | Path | None = None) -> list[Profile]:
-    """Profiles of a file, or those under data/runs (an empty list if there are none there)."""
-    path = Path(path or data.RUNS / RECORDED)
-    if not path.exists():
+    """Profiles of a file, or the best under data/runs (an empty list if there are none there)."""
+    paths = [Path(path)] if path else [data.RUNS / name for name in RECORDED]
+    path = next((p for p in paths if p.exists()), None)
+    if path is None:
         return []
     try:
         entry = json.loads(path.read_text())

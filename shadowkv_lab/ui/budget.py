@@ -11,6 +11,7 @@ from shadowkv_lab.predict.case import published
 from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import style
 from shadowkv_lab.ui.app import LABEL, App, View, slider
+from shadowkv_lab.ui.reproduce import totals_beside
 
 CONTEXTS = [2**k for k in range(9, 18)]
 CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -57,15 +58,8 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
                 hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
                 "<extra>%{y}</extra>",
             )  # fmt: skip
-    for name, total in zip(names, totals, strict=True):
-        fig.add_annotation(y=name, x=total, text=f"{total:.1f} GiB", showarrow=False,
-                           xanchor="left", xshift=4, bgcolor="rgba(255,255,255,0.85)")  # fmt: skip
-    fig.add_vline(x=plan.card.memory_gib, line=dict(color="#222", dash="dash", width=1.5))
-    fig.add_annotation(x=plan.card.memory_gib, y=1, yref="paper", yanchor="bottom", showarrow=False,
-                       text=f"card, {plan.card.memory_gib:.1f} GiB")  # fmt: skip
-    fig.update_layout(barmode="stack", margin_t=90)
-    fig.update_xaxes(range=[0, 1.15 * max(*totals, plan.card.memory_gib)])
-    fig.update_yaxes(automargin=True, autorange="reversed")
+    line = (plan.card.memory_gib, f"card, {plan.card.memory_gib:.1f} GiB")
+    totals_beside(fig, names, totals, [f"{t:.1f} GiB" for t in totals], [line], 1.15)
     return fig
 
 

@@ -16,9 +16,10 @@ def _bar(fig: go.Figure, y, x, name: str, colour, provenance, hover=None, **more
     words = [provenance] * len(y) if isinstance(provenance, str) else list(provenance)
     hover = [""] * len(y) if hover is None else list(hover)
     fig.add_bar(
-        y=y, x=x, name=name, orientation="h", customdata=list(zip(words, hover, strict=True)),
+        y=list(y), x=[float(v) for v in x], name=name, orientation="h",
+        customdata=[list(pair) for pair in zip(words, hover, strict=True)],
         marker=dict(color=colour, line=dict(color="white", width=1), opacity=more.pop("opacity", 1),
-                    pattern=dict(shape=[style.PATTERNS[p] for p in words], size=12, solidity=0.15)),
+                    pattern=dict(shape=[style.PATTERNS[p] for p in words], size=18, solidity=0.1)),
         hovertemplate="%{y}<br>" + name + ": %{x:.2f} ms, %{customdata[0]}<br>%{customdata[1]}"
         "<extra></extra>", **more,
     )  # fmt: skip
@@ -35,25 +36,37 @@ def case_steps() -> go.Figure:
         f"The patch took {gone:.1f} of the cast's {of.cast_ms:.1f} ms; {of.still_ms:.1f} ms are "
         "unexplained<br><sup>and a whole step with a BF16 pool is reported at "
         f"{peer.step_ms:.1f} ms, below the case's {bare:.1f} ms without any cast</sup>",
-        "one token of one request (ms)", "",
+        "one token of one request (ms)", "", height=340,
     )  # fmt: skip
     words = ["recorded", "calibrated", "calibrated", "recorded"]
     _bar(fig, names, [bare, bare, bare, peer.step_ms], "all but the cast", GREY, words)
     _bar(fig, names[:1], [of.cast_ms], "cast", style.colour("full_cast"), "recorded",
          [f"{of.cast_gb:.1f} GB at {1000 * of.cast_gb / of.cast_ms:,.0f} GB/s"])  # fmt: skip
     _bar(fig, names[2:3], [of.still_ms], "unexplained", style.PALETTE[4], "calibrated")
+    fig.update_layout(legend_y=-0.3)
     totals = [of.before_ms, bare, of.after_ms, peer.step_ms]
-    _totals(fig, names, totals, [f"{t:.1f} ms, {1000 / t:.1f} tok/s" for t in totals])
+    totals_beside(fig, names, totals, [f"{t:.1f} ms, {1000 / t:.1f} tok/s" for t in totals])
     return fig
 
 
-def _totals(fig: go.Figure, names, totals, texts) -> None:
-    for name, total, text in zip(names, totals, texts, strict=True):
-        fig.add_annotation(y=name, x=total, text=text, showarrow=False, xanchor="left", xshift=5,
-                           bgcolor="rgba(255,255,255,0.85)")  # fmt: skip
-    fig.update_layout(barmode="stack", margin_t=90)
-    fig.update_xaxes(range=[0, 1.45 * max(totals)])
-    fig.update_yaxes(automargin=True, autorange="reversed")
+def totals_beside(fig: go.Figure, names, totals, texts, lines=(), widest: float = 1.45) -> None:
+    """Write a text behind each stacked bar, and dashed lines (ms, text) across; in one update."""
+    labels = [
+        dict(y=name, x=float(total), text=text, showarrow=False, xanchor="left", xshift=5,
+             bgcolor="rgba(255,255,255,0.85)")
+        for name, total, text in zip(names, totals, texts, strict=True)
+    ]  # fmt: skip
+    shapes = []
+    for x, text in lines:
+        shapes.append(dict(type="line", x0=x, x1=x, y0=0, y1=1, yref="paper",
+                           line=dict(color="#222", dash="dash", width=1.2)))  # fmt: skip
+        labels.append(dict(x=x, y=1, yref="paper", yanchor="bottom", showarrow=False, text=text))
+    top = widest * max([*map(float, totals), *(x for x, _ in lines)])
+    fig.update_layout(
+        barmode="stack", margin_t=90, annotations=labels, shapes=shapes, xaxis_range=[0, top],
+        yaxis=dict(automargin=True, autorange="reversed", categoryorder="array",
+                   categoryarray=list(names)),
+    )  # fmt: skip
 
 
 def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> go.Figure:
@@ -71,18 +84,16 @@ def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> 
          [style.colour(s) for s in table.strategy], table.provenance, table.get("how"), opacity=0.5,
          showlegend=False)  # fmt: skip
     _bar(fig, names, [rest(running)] * len(names), "rest", GREY, rest.provenance, showlegend=False)
-    _totals(fig, names, table.tpot_ms, [
+    lines = [(of.before_ms, f"before, {of.before_ms:.1f}"), (of.after_ms, f"after, {of.after_ms}")]
+    totals_beside(fig, names, table.tpot_ms, [
         f"{t:.1f} ms, {r:.1f} tok/s, {p}"
         for t, r, p in zip(table.tpot_ms, table.tokens_per_s, table.provenance, strict=True)
+    ], lines if running == 1 else ())  # fmt: skip
+    fig.add_traces([
+        go.Bar(x=[None], y=[None], name=name, marker=dict(color=colour, opacity=opacity))
+        for name, colour, opacity in (("cast", DARK, 1), ("attention and write", DARK, 0.5),
+                                      ("rest", GREY, 1))
     ])  # fmt: skip
-    for name, colour, opacity in (("cast", DARK, 1), ("attention and write", DARK, 0.5),
-                                  ("rest", GREY, 1)):  # fmt: skip
-        fig.add_bar(x=[None], y=[None], name=name, marker=dict(color=colour, opacity=opacity))
-    if running == 1:
-        for ms, word in ((of.before_ms, "before"), (of.after_ms, "after")):
-            fig.add_vline(x=ms, line=dict(color="#222", dash="dash", width=1))
-            fig.add_annotation(x=ms, y=1, yref="paper", yanchor="bottom", showarrow=False,
-                               text=f"{word}, {ms:.1f}")  # fmt: skip
     return fig
 
 
@@ -104,12 +115,9 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
              [f"{r.assumes}<br>{r.total_gib:.1f} GiB with the weights; "
               + ("no cast" if pd.isna(r.gb_per_s) else f"{r.gb_per_s:,.0f} GB/s")
               for r in rows.itertuples()])  # fmt: skip
-    _totals(fig, table.hypothesis, table.tpot_ms, [_why(row, cards) for row in table.itertuples()])
-    fig.add_vline(x=of.after_ms, line=dict(color="#222", dash="dash"))
-    fig.add_annotation(x=of.after_ms, y=1, yref="paper", yanchor="bottom", showarrow=False,
-                       text=f"reported, {of.after_ms:.1f} ms")  # fmt: skip
-    fig.update_xaxes(range=[0, 2.7 * max(table.tpot_ms.max(), of.after_ms)])
-    fig.update_yaxes(categoryorder="array", categoryarray=list(table.hypothesis))
+    texts = [_why(row, cards) for row in table.itertuples()]
+    line = (of.after_ms, f"reported, {of.after_ms:.1f} ms")
+    totals_beside(fig, table.hypothesis, table.tpot_ms, texts, [line], 2.7)
     return fig
 
 
@@ -122,15 +130,16 @@ def _why(row, cards: list[str]) -> str:
     return f"{row.tpot_ms:.1f} ms; {memory}; {shares} of GB/s"
 
 
-def profile_bars(profiles: list[Profile]) -> go.Figure:
-    """Share of a profiled step's time by kernel, one bar a strategy."""
+def profile_bars(profiles: list[Profile], rest: Rest) -> go.Figure:
+    """Share of a profiled step's time by kernel, one bar a strategy; the case's share beside."""
     tables = [p.table(5) for p in profiles]
     first, of = profiles[0], case.server()
+    share = of.cast_ms / (of.cast_ms + rest(1))
     top = tables[0].iloc[0]
     fig = style.figure(
         f"One copy kernel takes {top.share:.0%} of full cast's profiled step, all layers<br><sup>"
-        f"{first.device}, {first.pool_tokens:,} slots, {first.provenance}; the lab's step has no "
-        f"GEMMs: in the case the cast is {of.cast_ms / of.before_ms:.0%} of a token</sup>",
+        f"{first.device}, {first.pool_tokens:,} slots, {first.provenance}; it has no GEMMs. "
+        f"In the case: {share:.0%} of cast + rest</sup>",
         "share of the step's kernel time (%)", "",
     )  # fmt: skip
     names = [f"{style.title(p.strategy)}, {p.total_ms:.1f} ms" for p in profiles]
@@ -143,12 +152,12 @@ def profile_bars(profiles: list[Profile]) -> go.Figure:
             y=names, x=[100 * f.share if f is not None else None for f in found], orientation="h",
             name=short_name(kernel, 70), marker=dict(
                 color=style.PALETTE[i % len(style.PALETTE)], line=dict(color="white", width=1),
-                pattern=dict(shape=style.PATTERNS[first.provenance], size=12, solidity=0.15)),
+                pattern=dict(shape=style.PATTERNS[first.provenance], size=18, solidity=0.1)),
             customdata=[(0, 0, "") if f is None else (f.ms, f.calls, kernel[:160]) for f in found],
             hovertemplate="%{customdata[2]}<br>%{x:.1f} %, %{customdata[0]:.2f} ms in "
             "%{customdata[1]} calls<extra></extra>",
         )  # fmt: skip
-    fig.update_layout(barmode="stack", height=460, margin=dict(t=90, b=190),
+    fig.update_layout(barmode="stack", height=400, margin=dict(t=90, b=190),
                       legend=dict(orientation="v", y=-0.3))  # fmt: skip
     fig.update_yaxes(automargin=True, autorange="reversed")
     fig.update_xaxes(range=[0, 100])
@@ -200,16 +209,15 @@ def predicted_against_recorded(rows: pd.DataFrame) -> go.Figure:
     symbols = {"pool": "circle", "context": "diamond", "model": "x"}
     for (kind, strategy), part in rows.groupby(["kind", "strategy"], sort=False):
         fig.add_scatter(
-            x=part.recorded_ms, y=part.predicted_ms, mode="markers", legendgroup=strategy,
-            name=style.title(strategy), showlegend=bool(kind == rows.kind.iloc[0]),
-            marker=dict(color=style.colour(strategy), symbol=symbols[kind], size=8, opacity=0.75),
-            customdata=part[["held_out", "pool_tokens", "concurrency", "context", "error",
-                             "provenance"]],
-            hovertemplate=f"{kind} %{{customdata[0]}} held out<br>pool %{{customdata[1]:,}}, "
-            "%{customdata[2]} x %{customdata[3]:,}<br>%{x:.2f} recorded, %{y:.2f} predicted, off "
-            "%{customdata[4]:.1%}, %{customdata[5]}",
+            x=part.recorded_ms.round(3).tolist(), y=part.predicted_ms.round(3).tolist(),
+            mode="markers", legendgroup=strategy, name=style.title(strategy),
+            showlegend=bool(kind == rows.kind.iloc[0]),
+            marker=dict(color=style.colour(strategy), symbol=symbols[kind], size=7),
+            text=[f"{r.pool_tokens:,}, {r.concurrency} x {r.context:,}" for r in part.itertuples()],
+            hovertemplate=f"{kind} held out: pool %{{text}}<br>"
+            "%{x:.2f} ms recorded, %{y:.2f} predicted",
         )  # fmt: skip
-    fig.update_layout(height=520)
+    fig.update_layout(height=440)
     return fig
 
 
@@ -219,12 +227,12 @@ def rest_over_context(table: pd.DataFrame) -> go.Figure:
     fig = style.figure(
         f"The case's unknown context moves its rest from {high:.1f} to {low:.1f} ms<br><sup>rest = "
         "TPOT less full cast's whole step, whose attention grows with the context; assumed</sup>",
-        "context (tokens)", "ms", log_x=True,
+        "context (tokens)", "ms", log_x=True, height=320,
     )  # fmt: skip
     for column, name, colour in (("rest_ms", "rest", DARK),
                                  ("attention_ms", "attention", style.PALETTE[1])):  # fmt: skip
-        fig.add_scatter(x=table.context, y=table[column], name=f"{name}, assumed",
+        fig.add_scatter(x=table.context.tolist(), y=table[column].tolist(), name=f"{name}, assumed",
                         mode="lines+markers",
                         line=dict(color=colour, dash=style.DASHES["assumed"]))  # fmt: skip
-    fig.update_yaxes(rangemode="tozero")
+    fig.update_layout(yaxis_rangemode="tozero", legend_y=-0.3)
     return fig
