@@ -10,7 +10,7 @@ EXTRAS  := lab,test$(if $(HAS_GPU),$(comma)gpu)
 # Options for pip, such as the address of the wheel index that you use.
 PIP_OPTIONS ?=
 
-.PHONY: setup lab reproduce test gpu-test lock lint
+.PHONY: setup lab reproduce notebooks export bench-ui test gpu-test lock lint
 
 reproduce: setup
 	$(BIN)/shadowkv reproduce --notebook
@@ -20,6 +20,18 @@ test: setup
 
 lab: setup
 	$(BIN)/jupyter lab
+
+# Execute every notebook and write it back; recorded runs, or LIVE=1 to measure here.
+notebooks: setup
+	for nb in notebooks/*.ipynb; do $(BIN)/shadowkv run-notebook "$$nb" || exit 1; done
+
+# One offline HTML file a notebook, under out/.
+export: setup
+	for nb in notebooks/*.ipynb; do $(BIN)/shadowkv export "$$nb" || exit 1; done
+
+# What the notebooks must reach: key press to figure, import, notebook 4.
+bench-ui: setup
+	$(BIN)/python scripts/bench_ui.py
 
 # On a GPU machine: the tests that need a GPU, and a record of how they went.
 gpu-test: setup
