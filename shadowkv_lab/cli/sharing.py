@@ -29,10 +29,25 @@ def capture(
     console.print(f"wrote {out}: {len(file.layers)} layers x {file.tokens} tokens")
 
 
-@app.command("run-notebook")
+class _Pairs(typer.core.TyperCommand):
+    """Takes papermill's `-p NAME VALUE` as well as `-p NAME=VALUE`."""
+
+    def parse_args(self, ctx, args):
+        joined = []
+        for word in args:
+            if len(joined) > 1 and joined[-2] == "-p" and "=" not in joined[-1]:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return super().parse_args(ctx, joined)
+
+
+@app.command("run-notebook", cls=_Pairs)
 def run_notebook(
     notebook: Path,
-    parameter: Annotated[list[str] | None, typer.Option("-p", help="NAME=VALUE; several.")] = None,
+    parameter: Annotated[
+        list[str] | None, typer.Option("-p", help="NAME VALUE or NAME=VALUE; several.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", help="Where to; in place if left out.")
     ] = None,
@@ -50,3 +65,17 @@ def run_notebook(
         except (ValueError, SyntaxError):
             values[name] = value
     console.print(f"wrote {notebooks.execute(notebook, output, values)}")
+
+
+@app.command()
+def export(
+    notebook: Path,
+    output: Annotated[
+        Path | None, typer.Option("-o", help="Where to; out/NAME.html if left out.")
+    ] = None,
+) -> None:
+    """Write an executed notebook as one HTML file that works offline, its plots live."""
+    from shadowkv_lab.ui import export
+
+    path = export.export(notebook, output)
+    console.print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB")
