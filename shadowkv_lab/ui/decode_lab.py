@@ -17,7 +17,7 @@ from shadowkv_lab.ui.app import LABEL, App, Cancelled, View, slider
 
 SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
-HERE_POOL_TOKENS = 4096  # a CPU's pool where nobody chose one: four strategies in half a minute
+HERE_POOL_TOKENS = 2048  # a CPU's pool where nobody chose one: four strategies in some seconds
 CONTEXTS = [256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
 CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
 

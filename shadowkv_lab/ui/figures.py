@@ -15,7 +15,7 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
     names = [style.title(s) for s in runs.strategy]
     for column, phase in PHASES.items():
         fig.add_bar(
-            y=names, x=runs[column], orientation="h", name=phase, showlegend=False,
+            y=names, x=runs[column].tolist(), orientation="h", name=phase, showlegend=False,
             marker=dict(
                 color=[style.colour(s) for s in runs.strategy],
                 opacity=style.PHASE_OPACITY[phase],
@@ -33,7 +33,7 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
              text=f"{run.step_ms:,.2f} ms, {run.provenance}")
         for name, run in zip(names, runs.itertuples(), strict=True)
     ])  # fmt: skip
-    fig.update_xaxes(range=[0, 1.35 * runs.step_ms.max()])
+    fig.update_xaxes(range=[0, 1.5 * runs.step_ms.max()])
     fig.update_yaxes(automargin=True)
     return fig
 
@@ -108,9 +108,10 @@ def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
         ours = ours.sort_values(x)
         provenance = ours.provenance.iloc[0]
         fig.add_scatter(
-            x=ours[x], y=ours.step_ms, name=style.title(strategy), mode="lines+markers",
+            x=ours[x].tolist(), y=ours.step_ms.tolist(), mode="lines+markers",
+            name=style.title(strategy),
             line=dict(color=style.colour(strategy), dash=style.DASHES[provenance]),
-            customdata=ours[["provenance", "cast_ms", "attention_ms"]],
+            customdata=ours[["provenance", "cast_ms", "attention_ms"]].to_numpy().tolist(),
             hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
             "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",
         )  # fmt: skip
@@ -135,7 +136,7 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
     pattern = dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15)
     for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
         fig.add_bar(
-            y=names, x=values, orientation="h", name=name, showlegend=False,
+            y=names, x=values.tolist(), orientation="h", name=name, showlegend=False,
             marker=dict(color=colours, opacity=opacity, pattern=pattern),
             customdata=runs.provenance.tolist(),
             hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",

@@ -1,34 +1,49 @@
 """Notebooks executed from a clean kernel, and stripped of what must not be shared."""
 
+import ast
+import os
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-from shadowkv_lab.errors import LabError
+from shadowkv_lab.errors import LabError, UnknownName
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 TIMEOUT_S = 900
+PARAMETERS, INJECTED, LIVE = "parameters", "injected-parameters", "live-run"
+FOOTER = "from shadowkv_lab.ui import provenance\n\nprovenance.footer()"
 
 
 class NotebookFailed(LabError):
     """A notebook with a cell that raised."""
 
 
+class BadNotebook(LabError):
+    """A file that is no notebook, or one that lacks what is asked of it."""
+
+
+def read(path: str | Path) -> nbformat.NotebookNode:
+    """A notebook; raises `BadNotebook` for a file that is none."""
+    try:
+        return nbformat.read(path, 4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        raise BadNotebook(f"Cannot read {path}: {error}", "an .ipynb file, format 4") from None
+
+
 def execute(source: str | Path, target: str | Path | None = None,
             parameters: dict | None = None) -> Path:  # fmt: skip
-    """Run a notebook in its own folder and write it back, or to `target`.
+    """Run a notebook from a clean kernel in its own folder and write it back, or to `target`.
 
-    `parameters` replace those of the cell tagged `parameters`, as papermill does. Raises
-    `NotebookFailed` with the cell's error; then nothing is written.
+    `parameters` replace those of the cell tagged `parameters`, as papermill does. With LIVE=1 in
+    the environment a parameter `live` is set, so that what can be measured here is; the next run
+    without it drops that again. A provenance footer is added where none ends the notebook.
+    Raises `UnknownName` for a parameter that the notebook does not have, and `NotebookFailed`
+    with the error of a cell that raised; then nothing is written.
     """
     source = Path(source)
     target = Path(target) if target else source
-    notebook = nbformat.read(source, 4)
-    if parameters:
-        from papermill.parameterize import parameterize_notebook
-
-        notebook = parameterize_notebook(notebook, parameters, report_mode=False)
+    notebook = prepared(read(source), parameters or {})
     folder = str(source.resolve().parent)
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": folder}},
                             record_timing=False)  # fmt: skip
@@ -41,6 +56,41 @@ def execute(source: str | Path, target: str | Path | None = None,
         ) from error
     nbformat.write(stripped(notebook), target)
     return target
+
+
+def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
+    """Names that the cell tagged `parameters` assigns, with their values; None if computed."""
+    found: dict[str, object] = {}
+    for cell in notebook.cells:
+        if PARAMETERS in cell.metadata.get("tags", ()):
+            for line in ast.parse(cell.source).body:
+                for name in line.targets if isinstance(line, ast.Assign) else ():
+                    if isinstance(name, ast.Name):
+                        constant = isinstance(line.value, ast.Constant)
+                        found[name.id] = line.value.value if constant else None
+    return found
+
+
+def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.NotebookNode:
+    """A notebook ready to run: parameters injected, LIVE=1 heeded, a footer at its end."""
+    known = declared(notebook)
+    for name in parameters:
+        if name not in known:
+            raise UnknownName("parameter", name, known)
+    notebook.cells = [c for c in notebook.cells if LIVE not in c.metadata.get("tags", ())]
+    live = os.environ.get("LIVE") == "1" and "live" in known and "live" not in parameters
+    if parameters or live:
+        from papermill.parameterize import parameterize_notebook
+
+        values = parameters | ({"live": True} if live else {})
+        notebook = parameterize_notebook(notebook, values, report_mode=False)
+        for cell in notebook.cells if live and not parameters else ():
+            if INJECTED in cell.metadata.get("tags", ()):
+                cell.metadata.tags.append(LIVE)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    if not code or "provenance.footer()" not in code[-1].source:
+        notebook.cells.append(nbformat.v4.new_code_cell(FOOTER, id="provenance-footer"))
+    return notebook
 
 
 def stripped(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

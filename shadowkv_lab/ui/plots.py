@@ -8,7 +8,7 @@ from plotly.utils import PlotlyJSONEncoder
 
 WIDTH = 548  # two side by side fit a JupyterLab 1280 px wide, its side bar closed
 TITLE_CHARS = 70  # of a title at TITLE_SIZE px in a plot that wide
-TITLE_SIZE = 14
+TITLE_SIZE, FONT_SIZE = 14, 11
 
 
 def draw(shown: list[go.FigureWidget], drawn: list[dict],
@@ -41,12 +41,15 @@ def fitted(figure: go.Figure) -> dict:
         for line in textwrap.wrap(part, TITLE_CHARS * 5 // 4 if small else TITLE_CHARS):
             lines.append(f"<sup>{line}</sup>" if small else line)
     margin, title = layout.get("margin", {}), layout.get("title", {})
+    height = layout.get("height", 420)
     # A subtitle stands below the title and needs a line of its own.
     rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
     layout |= dict(
-        width=WIDTH, margin=margin | dict(t=max(margin.get("t", 0), 34 + 19 * rows)),
-        title=title | dict(text="<br>".join(lines), font=dict(size=TITLE_SIZE), x=0.01, y=0.985,
-                           xref="container", yref="container", yanchor="top"),
+        width=WIDTH, font=layout.get("font", {}) | dict(size=FONT_SIZE),
+        margin=margin | dict(t=max(margin.get("t", 0), 34 + 19 * rows)),
+        # NOTE: plotly anchors the first of several lines by its baseline.
+        title=title | dict(text="<br>".join(lines), font=dict(size=TITLE_SIZE), x=0.01,
+                           y=1 - 20 / height, xref="container", yref="container", yanchor="top"),
     )  # fmt: skip
     return spec
 

@@ -1,0 +1,151 @@
+"""An executed notebook as one HTML file that works offline: live plots, formulas, no request."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import nbformat
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from plotly.offline import get_plotlyjs
+from pygments.formatters import HtmlFormatter
+
+from shadowkv_lab.ui import mathml, notebooks
+from shadowkv_lab.ui.display import PLOTLY
+
+OUT = Path("out")
+
+# The browser itself refuses whatever a notebook's outputs might ask for.
+POLICY = ("default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; "
+          "style-src 'unsafe-inline'; img-src data: blob:; font-src data:")  # fmt: skip
+
+CSS = """
+body { font: 16px/1.55 Inter, Helvetica, Arial, sans-serif; color: #222; max-width: 960px;
+  margin: 2em auto; padding: 0 1.2em; }
+h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 0.5em; }
+pre, code { font: 13px/1.5 "JetBrains Mono", Menlo, Consolas, monospace; }
+p code, li code, td code { background: #f2f2f2; padding: 1px 4px; border-radius: 3px; }
+.input_area, .text_cell_render pre { background: #f7f7f7; border-left: 3px solid #56B4E9;
+  padding: 2px 12px; overflow-x: auto; }
+.prompt { display: none; }
+.output_area { overflow-x: auto; margin: 0.6em 0; }
+.output_stderr pre { background: #fff4ec; }
+table { border-collapse: collapse; font-size: 13px; }
+th, td { padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: left; }
+td { font-variant-numeric: tabular-nums; }
+blockquote { border-left: 3px solid #bbb; margin-left: 0; padding-left: 1em; color: #555; }
+math { font-size: 1.08em; } math[display=block] { margin: 0.8em 0; }
+img { max-width: 100%; }
+footer { color: #777; font-size: 13px; margin: 3em 0 1em; border-top: 1px solid #ddd; }
+"""
+
+DRAW = """
+for (const spec of document.querySelectorAll('script.plot-spec')) {
+  const figure = JSON.parse(spec.textContent);
+  Plotly.newPlot(spec.dataset.plot, figure.data, figure.layout,
+                 {responsive: true, displaylogo: false});
+}
+"""
+
+
+class _Renderer(IPythonRenderer):
+    """Markdown whose formulas become MathML."""
+
+    def block_math(self, body: str) -> str:
+        return mathml.convert(body, block=True)
+
+    def inline_math(self, body: str) -> str:
+        return mathml.convert(body)
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return mathml.convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", block=True)
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        if url.startswith(("http:", "https:")):  # it would be asked for: a link instead
+            return f'<a href="{html.escape(url)}">{html.escape(text or url)}</a>'
+        return super().image(text, url, title)
+
+
+class _Exporter(HTMLExporter):
+    """nbconvert's cells alone: its whole pages load MathJax, Mermaid and require.js."""
+
+    def __init__(self):
+        super().__init__(template_name="basic", embed_images=True)
+
+    def default_filters(self):
+        yield from super().default_filters()
+        yield "markdown2html", _markdown
+
+
+def _markdown(source: str) -> str:
+    renderer = _Renderer(escape=False, embed_images=True, exclude_anchor_links=True)
+    return MarkdownWithMath(renderer=renderer).render(source)
+
+
+def export(source: str | Path, target: str | Path | None = None) -> Path:
+    """Write an executed notebook as one HTML file, out/NAME.html unless `target` says where.
+
+    Raises `BadNotebook` for a file that is none, and for one without outputs.
+    """
+    source = Path(source)
+    target = Path(target) if target else OUT / f"{source.stem}.html"
+    notebook = notebooks.stripped(notebooks.read(source))
+    if not any(cell.get("execution_count") for cell in notebook.cells):
+        raise notebooks.BadNotebook(
+            f"{source.name} was not executed", "a notebook with outputs",
+            f"Run it first: shadowkv run-notebook {source}",
+        )  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(notebook, source.name), encoding="utf-8")
+    return target
+
+
+def page(notebook: nbformat.NotebookNode, name: str) -> str:
+    """The HTML of a notebook; its plotly outputs drawn by one inlined plotly.js."""
+    specs = _take_plots(notebook)
+    body, _ = _Exporter().from_notebook_node(notebook)
+    plots = "".join(
+        f'<script type="application/json" class="plot-spec" data-plot="plot-{i}">'
+        f"{_inside_script(json.dumps(spec))}</script>\n"
+        for i, spec in enumerate(specs)
+    )
+    library = f"<script>{_inside_script(get_plotlyjs())}</script>" if specs else ""
+    code = HtmlFormatter(style="default").get_style_defs(".highlight")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>{html.escape(_title(notebook) or name)}</title>\n<style>{CSS}{code}</style>\n"
+        f"</head><body>\n{body}\n<footer>{html.escape(name)}, exported by shadowkv_lab. Plots are "
+        f"live; this file asks the network for nothing.</footer>\n{library}\n{plots}"
+        f"<script>{DRAW if specs else ''}</script>\n</body></html>\n"
+    )
+
+
+def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
+    """Put a place in each plotly output, and formulas in LaTeX ones; returns the figures."""
+    specs = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            found = output.get("data", {})
+            if PLOTLY in found:
+                spec = found[PLOTLY]
+                place = f'<div class="plot" id="plot-{len(specs)}"></div>'
+                output.data = nbformat.NotebookNode({"text/html": place})
+                specs.append({"data": spec.get("data", []), "layout": spec.get("layout", {})})
+            elif "text/latex" in found and "text/html" not in found:
+                tex = "".join(found["text/latex"]).strip().strip("$")
+                found["text/html"] = mathml.convert(tex, block=True)
+    return specs
+
+
+def _title(notebook: nbformat.NotebookNode) -> str:
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    heading = re.search(r"^# (.+)$", text, re.M)
+    return heading.group(1).strip() if heading else ""
+
+
+def _inside_script(text: str) -> str:
+    """Text that cannot end the script element it stands in."""
+    return re.sub(r"<(?=/script|!--)", r"\\u003c", text, flags=re.I)
