@@ -190,3 +190,12 @@ def test_the_command_prints_the_same(case, tmp_path, capsys):
     predicting.compare(tmp_path / "before", tmp_path / "after", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["left"] == pytest.approx(433.0 / 828.2) and len(found["hypotheses"]) == 5
+
+
+def test_the_made_up_example_reads_back_as_it_was_made(tmp_path):
+    from shadowkv_lab.predict import example
+
+    sides = [compare.read(folder) for folder in example.write(tmp_path)]
+    found = compare.compare(*sides, gpu="rtx-pro-6000-server")
+    assert found.cast.before_ms.sum() == pytest.approx(70.0)
+    assert found.left == pytest.approx(31 / 78) and found.tpot.saved_ms[0] == 40.0
