@@ -161,25 +161,30 @@ def table(view: View) -> pd.DataFrame:
 def explorer(model: str = "glm-5", pool_tokens: int | None = None, concurrency: int = 1,
              context: int = 1024, heads: int | None = None,
              strategies: tuple[str, ...] | None = None,
-             live: bool = False, rows: str = SYNTHETIC) -> w.Widget:  # fmt: skip
+             live: bool = False, rows: str = SYNTHETIC,
+             device: str | None = None) -> w.Widget:  # fmt: skip
     """The decode lab as a widget; every argument is the start value of a control.
 
     `live` re-measures on this machine when a control is released, in one worker; otherwise the
-    nearest recorded run is shown. `rows` is "synthetic" or the name of a file under data/pools.
+    nearest recorded run is shown. `rows` is "synthetic" or a pool file: its name under data/pools,
+    or its path.
     """
-    return make_app(model, pool_tokens, concurrency, context, heads, strategies, live, rows).widget
+    return make_app(
+        model, pool_tokens, concurrency, context, heads, strategies, live, rows, device
+    ).widget
 
 
 def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int,
              heads: int | None, strategies: tuple[str, ...] | None, live: bool,
-             rows: str = SYNTHETIC) -> App:  # fmt: skip
+             rows: str = SYNTHETIC, device: str | None = None) -> App:  # fmt: skip
     """The application behind `explorer`."""
-    device = hardware.default_device()
+    device = hardware.as_device(device)
     seen: list[records.Run] = []
     known = geometry.known_models()
-    model = geometry.load(model).name
+    shape = geometry.load(model)
+    model = shape.name if shape.name in known else str(model)  # or the path of a config.json
     runnable = [n for n in STRATEGIES if device.type == "cuda" or not STRATEGIES[n].needs]
-    largest = _largest_pool(geometry.load(model), device)
+    largest = _largest_pool(shape, device)
     pool_tokens = pool_tokens or (495_616 if not live or largest >= 495_616 else largest)
     files = sorted(p.name for p in (data.DATA / "pools").glob("*.safetensors"))
     controls = {
@@ -189,25 +194,29 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
         "heads": w.Dropdown(
-            options=[8, 16, 32, 64, 128], value=heads or geometry.load(model).heads_per_gpu(8),
+            options=[8, 16, 32, 64, 128], value=heads or shape.heads_per_gpu(8),
             description="heads a GPU", style=LABEL),
-        "rows": w.Dropdown(options=[SYNTHETIC, *files], value=rows, description="rows",
-                           style=LABEL),
+        "rows": w.Dropdown(
+            options=list(dict.fromkeys([SYNTHETIC, *files, rows])), value=rows, description="rows",
+            style=LABEL),
         "strategies": w.SelectMultiple(
             options=[*STRATEGIES], value=strategies or tuple(runnable if live else STRATEGIES),
             description="strategies", rows=len(STRATEGIES), style=LABEL),
-        "live": w.Checkbox(value=live, description=f"measure on {hardware.device_title(device)}",
-                           style=LABEL, layout=w.Layout(width="600px")),
+        "device": w.Dropdown(
+            options=[(f"{d}: {hardware.device_title(d)}", d) for d in hardware.devices()],
+            value=str(device), description="device", style=LABEL),
+        "live": w.Checkbox(value=live, description="measure on this device", style=LABEL),
     }  # fmt: skip
 
     def build(settings: dict, report, cancelled) -> View:
-        asked = {k: v for k, v in settings.items() if k not in ("live", "rows")}
+        asked = {k: v for k, v in settings.items() if k not in ("live", "rows", "device")}
         if not settings["live"]:
             return recorded_view(**asked)
         shape = geometry.load(asked.pop("model"))
         bench = decode.Bench(
-            shape, asked.pop("heads"), device, modes=("graph",), progress=report,
-            cancelled=cancelled, **_rows(settings["rows"]),
+            shape, asked.pop("heads"), hardware.as_device(settings["device"]), modes=("graph",),
+            progress=report, cancelled=cancelled,
+            **_rows(settings["rows"], shape, settings["pool_tokens"]),
         )  # fmt: skip
         fitting = [r for r in seen if (r.model, r.heads) == (shape.name, bench.heads)]
         view = measured_view(bench, **asked, seen=fitting)
@@ -217,13 +226,15 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
     return App("explorer", controls, build, slow=lambda settings: settings["live"])
 
 
-def _rows(name: str) -> dict:
-    """Bench arguments for the chosen source of rows."""
+def _rows(name: str, shape: geometry.Geometry, pool_tokens: int) -> dict:
+    """Bench arguments for the chosen source of rows: a file of data/pools, or any by its path."""
     if name == SYNTHETIC:
         return {}
     from shadowkv_lab.sources import poolfile
 
-    return {"fill": poolfile.filler(data.DATA / "pools" / name), "source": f"file:{name} (tiled)"}
+    shipped = data.DATA / "pools" / name
+    fill = poolfile.filler(shipped if shipped.exists() else name, shape)
+    return {"fill": fill, "source": fill.source(pool_tokens, shape.layers)}
 
 
 def _largest_pool(shape: geometry.Geometry, device: torch.device) -> int:

@@ -1,5 +1,6 @@
 """The decode lab without a browser: settings in, figures whose bars are the runs' own numbers."""
 
+import html
 import threading
 
 import ipywidgets as w
@@ -176,3 +177,23 @@ def test_recorded_kernels_meet_their_bounds():
     assert moved.of_copy["cast", "495616 slots"] >= 0.9
     assert moved.of_copy["gather_cast", "65536 live rows"] >= 0.7
     assert rows[rows.kernel == "append"].ms.max() <= 0.15
+
+
+def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
+    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app.controls["concurrency"].value = 8
+    line = html.unescape(app.code.value).removeprefix("<code>").removesuffix("</code>")
+    arguments = eval(f"dict{line.removeprefix('explorer')}")
+    again = decode_lab.make_app(**arguments)
+    assert again.settings == app.settings
+    assert bars(again.view.figures[0]) == bars(app.view.figures[0])
+
+
+def test_rows_of_a_pool_file_feed_the_lab():
+    """The shipped pool, tiled to the size asked for, and said to be so."""
+    app = decode_lab.make_app("glm-5", 2048, 1, 256, None, ("shadow",), False)
+    app.controls["rows"].value = "tiny-glm-5-random.safetensors"
+    app.controls["live"].value = True
+    app.worker.join(120)
+    assert app.error.value == ""
+    assert set(app.view.table.source) == {"file:tiny-glm-5-random.safetensors (tiled)"}
