@@ -2,7 +2,11 @@
 
 __version__ = "0.1.0"
 
-_APPS = {"explorer": "shadowkv_lab.ui.decode_lab"}
+_APPS = {
+    "explorer": "shadowkv_lab.ui.decode_lab",
+    "budget_app": "shadowkv_lab.ui.budget",
+    "reproduction_app": "shadowkv_lab.ui.reproduce_lab",
+}
 
 
 def __getattr__(name: str):

@@ -1,6 +1,7 @@
 """The decode lab without a browser: settings in, figures whose bars are the runs' own numbers."""
 
 import html
+import re
 import threading
 
 import ipywidgets as w
@@ -182,8 +183,8 @@ def test_recorded_kernels_meet_their_bounds():
 def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
     app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
     app.controls["concurrency"].value = 8
-    line = html.unescape(app.code.value).removeprefix("<code>").removesuffix("</code>")
-    arguments = eval(f"dict{line.removeprefix('explorer')}")
+    line = html.unescape(re.search(r"<code[^>]*>explorer(.*)</code>", app.code.value)[1])
+    arguments = eval(f"dict{line}")
     again = decode_lab.make_app(**arguments)
     assert again.settings == app.settings
     assert bars(again.view.figures[0]) == bars(app.view.figures[0])
