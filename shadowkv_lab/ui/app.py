@@ -15,7 +15,8 @@ import plotly.graph_objects as go
 from shadowkv_lab.errors import LabError
 from shadowkv_lab.ui import display, plots
 
-LABEL = {"description_width": "9em"}
+LABEL = {"description_width": "11em"}
+CONTROL_WIDTH = "540px"
 PLOT_WIDTH = plots.WIDTH
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
 
@@ -76,6 +77,7 @@ class App:
         ])  # fmt: skip
         self.widget.add_class("shadowkv")
         for control in controls.values():
+            control.layout.width = CONTROL_WIDTH
             control.observe(self._changed, names="value")
         self.refresh()
 
@@ -224,5 +226,5 @@ def slider(label: str, values: list[int], value: int, unit: str) -> w.SelectionS
     values = sorted({*values, value})
     return w.SelectionSlider(
         options=[(f"{v:,} {unit}", v) for v in values], value=value, description=label,
-        continuous_update=False, style=LABEL, layout=w.Layout(width="540px"),
+        continuous_update=False, style=LABEL, layout=w.Layout(width=CONTROL_WIDTH),
     )  # fmt: skip

@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 from shadowkv_lab.errors import LabError, UnknownName
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 TIMEOUT_S = 900
 PARAMETERS, INJECTED, LIVE = "parameters", "injected-parameters", "live-run"
 FOOTER = "from shadowkv_lab.ui import provenance\n\nprovenance.footer()"
@@ -104,3 +105,20 @@ def stripped(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if WIDGET_VIEW not in o.get("data", {})]
     return notebook
+
+
+def pre_save(model: dict, **_) -> None:
+    """Jupyter's hook before a save: drop widget views whose state is not saved with them.
+
+    JupyterLab saves the view of a widget without its state, and whoever opens that reads "model
+    not found". The figure below the widget is what is to be seen.
+    """
+    if model.get("type") != "notebook" or not model.get("content"):
+        return
+    notebook = model["content"]
+    state = notebook.get("metadata", {}).get("widgets", {}).get(WIDGET_STATE, {}).get("state", {})
+    for cell in notebook.get("cells", ()):
+        if "outputs" in cell:
+            views = [o.get("data", {}).get(WIDGET_VIEW, {}) for o in cell["outputs"]]
+            cell["outputs"] = [o for o, view in zip(cell["outputs"], views, strict=True)
+                               if not view or view.get("model_id") in state]  # fmt: skip
