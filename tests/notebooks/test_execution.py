@@ -1,0 +1,132 @@
+"""Every notebook runs from a clean kernel, and its numbers are those computed elsewhere."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from shadowkv_lab.ui.display import PLOTLY
+from shadowkv_lab.ui.notebooks import WIDGET_VIEW
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [path.stem for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def titles(notebook):
+    return [o.data["text/plain"] for o in outputs(notebook) if PLOTLY in o.get("data", {})]
+
+
+def everything(notebook):
+    """All text of a notebook's outputs, tables too."""
+    found = [o.get("text", "") or "" for o in outputs(notebook)]
+    for o in outputs(notebook):
+        found += [str(v) for k, v in o.get("data", {}).items() if k.startswith("text/")]
+    return "\n".join(found)
+
+
+def prose(name):
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
+    return "\n".join(c.source for c in cells if c.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_and_gives_what_is_committed(executed, name):
+    """No error; the outputs' kinds are the committed ones, and so are titles without a timing."""
+    fresh = executed(name)
+    committed = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4)
+    assert not [o for o in outputs(fresh) if o.output_type == "error"]
+    assert not [o for o in outputs(fresh) if WIDGET_VIEW in o.get("data", {})]
+    kinds = [
+        [[sorted(o.get("data", {o.output_type: 0})) for o in c.outputs]
+         for c in of.cells if c.cell_type == "code"]
+        for of in (fresh, committed)
+    ]  # fmt: skip
+    assert kinds[0] == kinds[1]
+    assert _untimed(fresh) == _untimed(committed), "run make notebooks"
+
+
+def _untimed(notebook):
+    """Titles of figures that hold nothing measured during the run."""
+    return [
+        o.data["text/plain"] for o in outputs(notebook)
+        if PLOTLY in o.get("data", {}) and "measured" not in json.dumps(o.data[PLOTLY])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ends_with_its_provenance(executed, name):
+    footer = outputs(executed(name))[-1].data["text/plain"]
+    assert "executed on" in footer and "torch" in footer
+    assert re.search(r"\d{4}-\d\d-\d\d", footer)
+
+
+def recorded(strategy, pool_tokens, concurrency=1, context=1024):
+    """A recorded step in ms, read without the library."""
+    for line in (ROOT / "data" / "runs" / "h200_grid.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        asked = (strategy, pool_tokens, concurrency, context, "glm-5", "graph")
+        if asked == (run["strategy"], run["pool_tokens"], run["concurrency"], run["context"],
+                     run["model"], run["mode"]):  # fmt: skip
+            return run["step_ms"]
+    raise LookupError(strategy)
+
+
+def test_the_decode_lab_states_the_recorded_ratio(executed):
+    said = titles(executed("01_decode_lab"))
+    ratio = recorded("full_cast", 495_616) / recorded("shadow", 495_616)
+    grown = recorded("full_cast", 495_616) / recorded("full_cast", 65_536)
+    assert f"{ratio:.1f} times shorter" in said[0]
+    assert f"grows {grown:.1f} times" in said[1]
+
+
+def test_the_budget_states_the_case(executed):
+    """25.49 GiB over 78 layers: 576, 1152 and 1728 B a token and layer, and 132 of index keys."""
+    if "03_memory_budget" not in NAMES:
+        pytest.skip("no notebook 3 yet")
+    held = [int(25.49 * 2**30 / (78 * (row + 132))) for row in (576, 1152, 1728)]
+    text = everything(executed("03_memory_budget"))
+    assert all(f"{tokens:,}" in text for tokens in held), held
+    heading = ", ".join(f"{tokens / 1000:.1f}K" for tokens in held)
+    assert heading in prose("03_memory_budget")
+
+
+def test_the_reproduction_states_the_case(executed):
+    if "04_reproduce_glm5" not in NAMES:
+        pytest.skip("no notebook 4 yet")
+    text = everything(executed("04_reproduce_glm5"))
+    before, after, cast = 95.6, 74.1, 64.6
+    for number in (before - after, after - (before - cast), before - cast):
+        assert f"{number:.1f}" in text
+    assert f"{78 * 495_616 * 1728 / 1e9:.1f}" in text, "GB that a step's cast moves"
+    assert f"{1000 / before:.1f} to {1000 / after:.1f} tok/s" in prose("04_reproduce_glm5")
+
+
+def test_the_serving_notebook_states_its_assumptions(executed):
+    from shadowkv_lab.serving.blocks import BlockManager
+    from shadowkv_lab.serving.simulate import PREFILL_TOKENS_PER_S
+
+    text, ran = prose("06_serving"), executed("06_serving")
+    watermark = inspect.signature(BlockManager).parameters["watermark"].default
+    assert f"{PREFILL_TOKENS_PER_S:,.0f} tokens/s" in text
+    assert f"watermark of {100 * watermark:.0f} %" in text
+    check = next(o.data["text/html"] for o in outputs(ran)
+                 if "off by %" in o.get("data", {}).get("text/html", ""))  # fmt: skip
+    columns = re.findall(r"<th>(.*?)</th>", check.partition("</thead>")[0])[0:]
+    cells = re.findall(r"<td>(.*?)</td>", check)
+    width = len(columns)
+    off = [float(value) for value in cells[columns.index("off by %") :: width]]
+    assert off and max(map(abs, off)) <= 2, "the text says within 2 %"
+
+
+def test_accuracy_orders_the_storages(executed):
+    """A scale per 128 values beats none, in every title that compares them."""
+    said = titles(executed("05_accuracy"))[0]
+    unscaled, scaled = (float(x) for x in re.findall(r"([\d.]+)%", said)[:2])
+    assert scaled < unscaled
