@@ -22,7 +22,7 @@ CLIPPED, FLUSHED = 2, 24  # channels of each layer
 CLIPPED_GAIN, FLUSHED_GAIN, SPREAD = 250.0, 1e-3, 1.0
 SHARDS = 4
 
-CONFIG = dict(  # noqa: C408
+CONFIG = dict(
     vocab_size=VOCAB, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
     num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, n_routed_experts=8,
     num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=3,
