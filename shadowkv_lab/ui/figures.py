@@ -28,12 +28,14 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
             "%{customdata[1]}<extra></extra>",
         )  # fmt: skip
         _grey_legend(fig, phase, style.PHASE_OPACITY[phase])
+    # Phases are timed one by one, so on a busy machine they may add up to more than the step.
+    ends = runs[[*PHASES]].sum(axis=1).clip(lower=runs.step_ms)
     fig.update_layout(barmode="stack", annotations=[
-        dict(x=run.step_ms, y=name, xanchor="left", xshift=6, showarrow=False,
+        dict(x=end, y=name, xanchor="left", xshift=6, showarrow=False,
              text=f"{run.step_ms:,.2f} ms, {run.provenance}")
-        for name, run in zip(names, runs.itertuples(), strict=True)
+        for name, end, run in zip(names, ends, runs.itertuples(), strict=True)
     ])  # fmt: skip
-    fig.update_xaxes(range=[0, 1.5 * runs.step_ms.max()])
+    fig.update_xaxes(range=[0, 1.5 * ends.max()])
     fig.update_yaxes(automargin=True)
     return fig
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_each_widget_is_followed_by_a_figure(notebook):
     """A reader without a kernel sees the result: a cell that shows an app has figures after it."""
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
     shown = re.compile(r"^(?:\w+\.)?(explorer|\w*app|loads|traffics)\(.*\)$", re.M)
-    for cell, after in zip(code, code[1:], strict=False):
+    for cell, after in pairwise(code):
         if shown.search(text(cell["source"])):
             assert [o for o in after["outputs"] if PLOTLY in o.get("data", {})], cell["source"]
 

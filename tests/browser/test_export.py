@@ -1,0 +1,94 @@
+"""The exported HTML file in Chromium, with the network refused."""
+
+import json
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from shadowkv_lab.ui import export, notebooks
+from shadowkv_lab.ui.display import PLOTLY
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_BYTES = 8_000_000
+
+
+def opened(browser, path: Path):
+    """The page without any network, what it asked for, and its errors."""
+    context = browser.new_context(offline=True, viewport={"width": 1100, "height": 1000})
+    page, asked, errors = context.new_page(), [], []
+    refused = []
+    page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.goto(path.as_uri())
+    page.wait_for_load_state("load")
+    # What the page's own policy refuses has not left the browser.
+    refused = {url for url, why in refused if why == "csp"}
+    elsewhere = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+    elsewhere = [url for url in elsewhere if url not in refused]
+    return page, elsewhere, errors
+
+
+def test_every_plot_is_drawn_offline(browser, tmp_path, pictures, name):
+    source = ROOT / "notebooks" / f"{name}.ipynb"
+    content = json.loads(source.read_text())
+    figures = sum(
+        PLOTLY in o.get("data", {}) for c in content["cells"] for o in c.get("outputs", ())
+    )
+    path = export.export(source, tmp_path / f"{name}.html")
+    assert path.stat().st_size < MOST_BYTES
+    page, elsewhere, errors = opened(browser, path)
+    drawn = page.locator(".plot").evaluate_all(
+        "es => es.map(e => e.querySelectorAll('.main-svg').length > 0 && !!e.querySelector("
+        "'.trace, .hm, .bars, .scatterlayer, .heatmaplayer'))")  # fmt: skip
+    assert len(drawn) == figures and all(drawn)
+    page.screenshot(path=pictures / f"{name}_export.png", full_page=True)
+    assert elsewhere == [] and errors == []
+    page.context.close()
+
+
+def test_plots_are_live(browser, tmp_path):
+    """Hovering a bar says its bytes: the plot is no picture."""
+    path = export.export(ROOT / "notebooks" / "01_decode_lab.ipynb", tmp_path / "x.html")
+    page, _, errors = opened(browser, path)
+    bar = page.locator("#plot-0 .bars path").first
+    bar.scroll_into_view_if_needed()
+    box = bar.bounding_box()
+    page.mouse.move(box["x"] + min(3, box["width"] / 2), box["y"] + box["height"] / 2)
+    page.wait_for_selector("#plot-0 .hoverlayer text", timeout=5000)
+    assert errors == []
+    page.context.close()
+
+
+HOSTILE = """<script src="https://example.com/x.js"></script>
+<img src="https://example.com/x.png"><iframe src="https://example.com/"></iframe>"""
+
+
+def test_formulas_are_read_and_foreign_requests_refused(browser, tmp_path):
+    """Formulas become MathML; what an output would ask the network for is not asked for."""
+    cell = nbformat.v4.new_code_cell("1", execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("display_data", data={"text/html": HOSTILE})]
+    text = r"# Rest" "\n" r"$\frac{66.8}{43.1} \approx 1.55$, and $\nosuchcommand{x}$."
+    text += "\n\n![far](https://example.com/far.png)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text), cell])
+    nbformat.write(notebook, tmp_path / "n.ipynb")
+    page, elsewhere, _ = opened(browser, export.export(tmp_path / "n.ipynb", tmp_path / "n.html"))
+    assert page.locator("math mfrac").bounding_box()["height"] > 20, "drawn as a fraction"
+    assert "≈" in page.locator("math").text_content()
+    assert page.locator("code.tex").inner_text() == r"\nosuchcommand{x}"
+    assert page.locator("a", has_text="far").get_attribute("href").endswith("far.png")
+    assert page.title() == "Rest"
+    assert elsewhere == []
+    page.context.close()
+
+
+def test_a_notebook_that_was_not_executed_is_refused(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
+    nbformat.write(notebook, tmp_path / "n.ipynb")
+    with pytest.raises(notebooks.BadNotebook, match="run-notebook"):
+        export.export(tmp_path / "n.ipynb", tmp_path / "n.html")
+    (tmp_path / "broken.ipynb").write_text("{")
+    with pytest.raises(notebooks.BadNotebook, match="Cannot read"):
+        export.export(tmp_path / "broken.ipynb")
