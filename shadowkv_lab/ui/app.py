@@ -4,7 +4,7 @@ import contextlib
 import html
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ CSS = """<style>
 class View:
     """What one setting shows: figures, a line about them, and the numbers behind them."""
 
-    figures: list[go.Figure]
+    figures: Sequence[go.Figure]
     note: str = ""
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
 
@@ -172,7 +172,7 @@ class App:
                     "#dddddd" if stale else "white"
                 )
 
-    def _draw(self, figures: list[go.Figure]) -> None:
+    def _draw(self, figures: Sequence[go.Figure]) -> None:
         shown = list(self.plots.children)
         widgets, self._drawn = plots.draw(shown, self._drawn, figures)
         # NOTE: figures compare by what they show, so the widgets are told apart by identity.

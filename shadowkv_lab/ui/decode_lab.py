@@ -1,10 +1,10 @@
 """The decode lab: pool size and concurrency to step times, measured here or recorded."""
 
 import dataclasses
-import math
 from functools import lru_cache
 
 import ipywidgets as w
+import numpy as np
 import pandas as pd
 import torch
 
@@ -14,6 +14,7 @@ from shadowkv_lab.measure import decode, records
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import figures
 from shadowkv_lab.ui.app import LABEL, App, Cancelled, View, slider
+from shadowkv_lab.ui.plots import Figures
 
 SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
@@ -24,8 +25,12 @@ CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
 
 def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
     """Recorded runs of a model at a head count; with `provenance` and bytes moved a phase."""
-    stamps = tuple((path, path.stat().st_mtime_ns) for path in sorted(data.RUNS.glob("*.jsonl")))
-    return _recorded(model, heads, mode, stamps)
+    return _recorded(model, heads, mode, _stamps())
+
+
+def _stamps() -> tuple:
+    """The files of recorded runs as they are now; what is remembered of others is stale."""
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted(data.RUNS.glob("*.jsonl")))
 
 
 @lru_cache(maxsize=16)
@@ -43,7 +48,9 @@ def _recorded(model: str, heads: int, mode: str, stamps: tuple) -> pd.DataFrame:
     # The newest run of a setting speaks for it.
     keys = ["strategy", "pool_tokens", "concurrency", "context", "origin.device"]
     ours = ours.sort_values("origin.date").drop_duplicates(keys, keep="last")
-    return with_bytes(ours.assign(provenance="recorded"))
+    # Arrow's strings are slow to take one by one, and every figure takes them so.
+    words = ours.select_dtypes("str").columns
+    return with_bytes(ours.astype(dict.fromkeys(words, object)).assign(provenance="recorded"))
 
 
 def with_bytes(runs: pd.DataFrame) -> pd.DataFrame:
@@ -63,14 +70,9 @@ def with_bytes(runs: pd.DataFrame) -> pd.DataFrame:
 
 def nearest(runs: pd.DataFrame, pool_tokens: int, concurrency: int, context: int) -> pd.Series:
     """The recorded cell (pool, concurrency, context) nearest in log space."""
-    cells = runs.groupby(["pool_tokens", "concurrency", "context"]).strategy.nunique().reset_index()
-
-    def distance(cell: pd.Series) -> float:
-        asked = (pool_tokens, concurrency, context)
-        had = (cell.pool_tokens, cell.concurrency, cell.context)
-        return sum(abs(math.log(a / b)) for a, b in zip(asked, had, strict=True))
-
-    return cells.loc[cells.apply(distance, axis=1).idxmin()]
+    cells = runs[["pool_tokens", "concurrency", "context"]].drop_duplicates()
+    asked = np.log([pool_tokens, concurrency, context])
+    return cells.iloc[np.abs(np.log(cells.to_numpy()) - asked).sum(axis=1).argmin()]
 
 
 def views(runs: pd.DataFrame, around: pd.DataFrame) -> View:
@@ -78,11 +80,11 @@ def views(runs: pd.DataFrame, around: pd.DataFrame) -> View:
     cell = runs.iloc[0]
     pools = around[(around.concurrency == cell.concurrency) & (around.context == cell.context)]
     loads = around[(around.pool_tokens == cell.pool_tokens) & (around.context == cell.context)]
-    return View(
-        [figures.step_by_phase(runs), figures.against_pool(pools),
-         figures.against_concurrency(loads), figures.memory_kept(runs)],
-        note=_note(runs), table=runs,
+    drawn = Figures(
+        lambda: figures.step_by_phase(runs), lambda: figures.against_pool(pools),
+        lambda: figures.against_concurrency(loads), lambda: figures.memory_kept(runs),
     )  # fmt: skip
+    return View(drawn, note=_note(runs), table=runs)
 
 
 def _note(runs: pd.DataFrame) -> str:
@@ -208,10 +210,15 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         "live": w.Checkbox(value=live, description="measure on this device", style=LABEL),
     }  # fmt: skip
 
+    @lru_cache(maxsize=128)
+    def remembered(stamps: tuple, **asked) -> View:
+        # Back and forth on a slider; the application does not change a view's figures.
+        return recorded_view(**asked)
+
     def build(settings: dict, report, cancelled) -> View:
         asked = {k: v for k, v in settings.items() if k not in ("live", "rows", "device")}
         if not settings["live"]:
-            return recorded_view(**asked)
+            return remembered(_stamps(), **asked)
         shape = geometry.load(asked.pop("model"))
         bench = decode.Bench(
             shape, asked.pop("heads"), hardware.as_device(settings["device"]), modes=("graph",),

@@ -12,37 +12,45 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
     """Stacked bars: one strategy a bar, cast, attention and write in it; its total beside it."""
     runs = runs.sort_values("step_ms", ascending=False, kind="stable")
     fig = style.figure(_ratio_title(runs), "step, all layers (ms)", "")
-    names = [style.title(s) for s in runs.strategy]
+    names, marker, traces = [style.title(s) for s in runs.strategy], _marker(runs), []
     for column, phase in PHASES.items():
-        fig.add_bar(
-            y=names, x=runs[column].tolist(), orientation="h", name=phase, showlegend=False,
-            marker=dict(
-                color=[style.colour(s) for s in runs.strategy],
-                opacity=style.PHASE_OPACITY[phase],
-                pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12,
-                             solidity=0.15),
-                line=dict(color="white", width=1),
-            ),
+        opacity = style.PHASE_OPACITY[phase]
+        traces.append(dict(
+            type="bar", y=names, x=runs[column].tolist(), orientation="h", name=phase,
+            showlegend=False, marker=marker | dict(opacity=opacity),
             customdata=list(zip(_gigabytes(runs, column), runs.provenance, strict=True)),
             hovertemplate="%{y}: " + phase + " %{x:.3f} ms<br>%{customdata[0]}<br>"
             "%{customdata[1]}<extra></extra>",
-        )  # fmt: skip
-        _grey_legend(fig, phase, style.PHASE_OPACITY[phase])
+        ))  # fmt: skip
+        traces.append(_grey_legend(phase, opacity))
+    fig.add_traces(traces)
     # Phases are timed one by one, so on a busy machine they may add up to more than the step.
     ends = runs[[*PHASES]].sum(axis=1).clip(lower=runs.step_ms)
-    fig.update_layout(barmode="stack", annotations=[
+    fig.update_layout(barmode="stack")
+    # Set, not updated: plotly goes through an update of annotations one property at a time.
+    fig.layout.annotations = [
         dict(x=end, y=name, xanchor="left", xshift=6, showarrow=False,
-             text=f"{run.step_ms:,.2f} ms, {run.provenance}")
-        for name, end, run in zip(names, ends, runs.itertuples(), strict=True)
-    ])  # fmt: skip
+             text=f"{step_ms:,.2f} ms, {provenance}")
+        for name, end, step_ms, provenance in zip(names, ends, runs.step_ms, runs.provenance,
+                                                  strict=True)
+    ]  # fmt: skip
     fig.update_xaxes(range=[0, 1.5 * ends.max()])
     fig.update_yaxes(automargin=True)
     return fig
 
 
-def _grey_legend(fig: go.Figure, name: str, opacity: float) -> None:
+def _marker(runs: pd.DataFrame) -> dict:
+    """Bars in the strategies' colours, with the pattern of where their numbers come from."""
+    return dict(
+        color=[style.colour(s) for s in runs.strategy], line=dict(color="white", width=1),
+        pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15),
+    )  # fmt: skip
+
+
+def _grey_legend(name: str, opacity: float) -> dict:
     """A legend entry that stands for an opacity, whatever the colour."""
-    fig.add_bar(x=[None], y=[None], name=name, marker_color=f"rgba(60,60,60,{opacity})")
+    marker = dict(color=f"rgba(60,60,60,{opacity})")
+    return dict(type="bar", x=[None], y=[None], name=name, marker=marker)
 
 
 def _ratio_title(runs: pd.DataFrame) -> str:
@@ -86,10 +94,10 @@ def against_pool(runs: pd.DataFrame) -> go.Figure:
 
 
 def _growth(runs: pd.DataFrame, strategy: str) -> float | None:
-    ours = runs[runs.strategy == strategy].sort_values("pool_tokens")
-    if ours.pool_tokens.nunique() < 2:
+    ours = runs.loc[runs.strategy == strategy, ["pool_tokens", "step_ms"]].to_numpy()
+    if len(set(ours[:, 0])) < 2:
         return None
-    return ours.step_ms.iloc[-1] / ours.step_ms.iloc[0]
+    return ours[ours[:, 0].argmax(), 1] / ours[ours[:, 0].argmin(), 1]
 
 
 def against_concurrency(runs: pd.DataFrame) -> go.Figure:
@@ -106,22 +114,24 @@ def against_concurrency(runs: pd.DataFrame) -> go.Figure:
 
 
 def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
-    for strategy, ours in runs.groupby("strategy", sort=False):
-        ours = ours.sort_values(x)
-        provenance = ours.provenance.iloc[0]
-        fig.add_scatter(
-            x=ours[x].tolist(), y=ours.step_ms.tolist(), mode="lines+markers",
-            name=style.title(strategy),
-            line=dict(color=style.colour(strategy), dash=style.DASHES[provenance]),
-            customdata=ours[["provenance", "cast_ms", "attention_ms"]].to_numpy().tolist(),
+    columns = ["strategy", x, "step_ms", "provenance", "cast_ms", "attention_ms"]
+    lines: dict[str, list[tuple]] = {strategy: [] for strategy in runs.strategy}
+    for strategy, *point in runs[columns].sort_values(x).itertuples(index=False, name=None):
+        lines[strategy].append(point)
+    fig.add_traces([
+        dict(
+            type="scatter", mode="lines+markers", name=style.title(strategy),
+            x=[point[0] for point in points], y=[point[1] for point in points],
+            line=dict(color=style.colour(strategy), dash=style.DASHES[points[0][2]]),
+            customdata=[point[2:] for point in points],
             hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
             "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",
-        )  # fmt: skip
-    kinds = ", ".join(sorted(set(runs.provenance)))
+        )
+        for strategy, points in lines.items()
+    ])  # fmt: skip
+    kinds, ticks = ", ".join(sorted(set(runs.provenance))), sorted(set(runs[x]))
     fig.update_layout(legend_title_text=f"{kinds}: ")
-    fig.update_xaxes(
-        tickvals=sorted(set(runs[x])), ticktext=[f"{v:,}" for v in sorted(set(runs[x]))]
-    )
+    fig.update_xaxes(tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
     return fig
 
 
@@ -133,17 +143,15 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
     heading = f"The pool takes {gib.min():.2f} to {gib.max():.2f} GiB, scratch not counted"
     where = f"<br><sup>pool {_same(runs.pool_tokens)}, {_same(runs.layers)} layers</sup>"
     fig = style.figure(heading + where, "memory (GiB)", "")
-    names = [style.title(s) for s in runs.strategy]
-    colours = [style.colour(s) for s in runs.strategy]
-    pattern = dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15)
+    names, marker, traces = [style.title(s) for s in runs.strategy], _marker(runs), []
     for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
-        fig.add_bar(
-            y=names, x=values.tolist(), orientation="h", name=name, showlegend=False,
-            marker=dict(color=colours, opacity=opacity, pattern=pattern),
-            customdata=runs.provenance.tolist(),
+        traces.append(dict(
+            type="bar", y=names, x=values.tolist(), orientation="h", name=name, showlegend=False,
+            marker=marker | dict(opacity=opacity), customdata=runs.provenance.tolist(),
             hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",
-        )  # fmt: skip
-        _grey_legend(fig, name, opacity)
+        ))  # fmt: skip
+        traces.append(_grey_legend(name, opacity))
+    fig.add_traces(traces)
     fig.update_layout(barmode="stack")
     fig.update_yaxes(automargin=True)
     return fig

@@ -2,25 +2,41 @@
 
 import json
 import textwrap
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import plotly.graph_objects as go
 from plotly.utils import PlotlyJSONEncoder
 
 WIDTH = 548  # two side by side fit a JupyterLab 1280 px wide, its side bar closed
 TITLE_CHARS = 70  # of a title at TITLE_SIZE px in a plot that wide
+NOT_DRAWN = {"scene", "geo", "polar", "ternary", "map", "mapbox", "smith"}  # layouts of other plots
 TITLE_SIZE, FONT_SIZE = 14, 11
 
 
+class Figures(Sequence):
+    """Figures made when they are first asked for: the first is drawn while others are made."""
+
+    def __init__(self, *makers: Callable[[], go.Figure]):
+        self._makers = [cache(maker) for maker in makers]
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, index: int) -> go.Figure:
+        return self._makers[index]()
+
+
 def draw(shown: list[go.FigureWidget], drawn: list[dict],
-         figures: list[go.Figure]) -> tuple[list[go.FigureWidget], list[dict]]:  # fmt: skip
+         figures: Sequence[go.Figure]) -> tuple[list[go.FigureWidget], list[dict]]:  # fmt: skip
     """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
 
     `drawn` is what they show so far. A widget is changed where its traces are of the same types,
     and replaced elsewhere.
     """
-    specs = [fitted(figure) for figure in figures]
-    widgets = []
-    for i, spec in enumerate(specs):
+    specs, widgets = [], []
+    for i, figure in enumerate(figures):
+        specs.append(spec := fitted(figure))
         if i < len(shown) and _alike(drawn[i], spec):
             _patch(shown[i], drawn[i], spec)
             widgets.append(shown[i])
@@ -34,6 +50,7 @@ def fitted(figure: go.Figure) -> dict:
     """A figure as plain JSON, its size and title fitted to one column; the figure stays."""
     spec = {"data": [_plain(trace) for trace in figure.data], "layout": _plain(figure.layout)}
     layout = spec["layout"]
+    layout["template"] = _used(layout.get("template", {}), {t["type"] for t in spec["data"]})
     lines = []
     for part in layout.get("title", {}).get("text", "").split("<br>"):
         small = part.startswith("<sup>")
@@ -52,6 +69,13 @@ def fitted(figure: go.Figure) -> dict:
                            y=1 - 20 / height, xref="container", yref="container", yanchor="top"),
     )  # fmt: skip
     return spec
+
+
+def _used(template: dict, types: set[str]) -> dict:
+    """The part of a template that a figure uses: plotly.js goes through all of it at each draw."""
+    layout = {k: v for k, v in template.get("layout", {}).items() if k not in NOT_DRAWN}
+    return {"data": {k: v for k, v in template.get("data", {}).items() if k in types},
+            "layout": layout}  # fmt: skip
 
 
 def _plain(part: "go.Layout | go.Trace") -> dict:
