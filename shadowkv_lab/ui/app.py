@@ -17,7 +17,6 @@ from shadowkv_lab.ui import display, plots
 
 LABEL = {"description_width": "11em"}
 CONTROL_WIDTH = "540px"
-PLOT_WIDTH = plots.WIDTH
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
 
 CSS = """<style>
@@ -63,6 +62,7 @@ class App:
         self._lock = threading.Lock()
         self._drawn: list[dict] = []
         self._stale = False
+        self._width = plots.PAGE_WIDTH // columns - plots.GAP
         self.status, self.error, self.note, self.code = (w.HTML() for _ in range(4))
         self.busy = w.FloatProgress(max=1.0, layout=w.Layout(width="12em", visibility="hidden"))
         reset = w.Button(description="Reset", tooltip="Back to the settings it started with")
@@ -174,7 +174,7 @@ class App:
 
     def _draw(self, figures: Sequence[go.Figure]) -> None:
         shown = list(self.plots.children)
-        widgets, self._drawn = plots.draw(shown, self._drawn, figures)
+        widgets, self._drawn = plots.draw(shown, self._drawn, figures, self._width)
         # NOTE: figures compare by what they show, so the widgets are told apart by identity.
         kept = {id(widget) for widget in widgets}
         if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
@@ -200,7 +200,10 @@ class App:
 
 
 def _columns(count: int) -> w.Layout:
-    return w.Layout(grid_template_columns=f"repeat({count}, {PLOT_WIDTH}px)", grid_gap="4px 6px")
+    return w.Layout(
+        grid_template_columns=f"repeat({count}, {plots.PAGE_WIDTH // count - plots.GAP}px)",
+        grid_gap="4px 6px",
+    )
 
 
 def _literal(value: object) -> str:

@@ -8,8 +8,9 @@ from functools import cache
 import plotly.graph_objects as go
 from plotly.utils import PlotlyJSONEncoder
 
-WIDTH = 548  # two side by side fit a JupyterLab 1280 px wide, its side bar closed
-TITLE_CHARS = 70  # of a title at TITLE_SIZE px in a plot that wide
+PAGE_WIDTH, GAP = 1100, 4  # what a JupyterLab 1280 px wide shows, its side bar closed
+CHAR_PX = 6.1  # of a label at FONT_SIZE
+TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
 NOT_DRAWN = {"scene", "geo", "polar", "ternary", "map", "mapbox", "smith"}  # layouts of other plots
 TITLE_SIZE, FONT_SIZE = 14, 11
 
@@ -27,8 +28,8 @@ class Figures(Sequence):
         return self._makers[index]()
 
 
-def draw(shown: list[go.FigureWidget], drawn: list[dict],
-         figures: Sequence[go.Figure]) -> tuple[list[go.FigureWidget], list[dict]]:  # fmt: skip
+def draw(shown: list[go.FigureWidget], drawn: list[dict], figures: Sequence[go.Figure],
+         width: int) -> tuple[list[go.FigureWidget], list[dict]]:  # fmt: skip
     """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
 
     `drawn` is what they show so far. A widget is changed where its traces are of the same types,
@@ -36,7 +37,7 @@ def draw(shown: list[go.FigureWidget], drawn: list[dict],
     """
     specs, widgets = [], []
     for i, figure in enumerate(figures):
-        specs.append(spec := fitted(figure))
+        specs.append(spec := fitted(figure, width))
         if i < len(shown) and _alike(drawn[i], spec):
             _patch(shown[i], drawn[i], spec)
             widgets.append(shown[i])
@@ -46,8 +47,8 @@ def draw(shown: list[go.FigureWidget], drawn: list[dict],
     return widgets, specs
 
 
-def fitted(figure: go.Figure) -> dict:
-    """A figure as plain JSON, its size and title fitted to one column; the figure stays."""
+def fitted(figure: go.Figure, width: int) -> dict:
+    """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
     spec = {"data": [_plain(trace) for trace in figure.data], "layout": _plain(figure.layout)}
     layout = spec["layout"]
     layout["template"] = _used(layout.get("template", {}), {t["type"] for t in spec["data"]})
@@ -55,20 +56,43 @@ def fitted(figure: go.Figure) -> dict:
     for part in layout.get("title", {}).get("text", "").split("<br>"):
         small = part.startswith("<sup>")
         part = part.removeprefix("<sup>").removesuffix("</sup>")
-        for line in textwrap.wrap(part, TITLE_CHARS * 5 // 4 if small else TITLE_CHARS):
+        for line in textwrap.wrap(part, int(width / (SMALL_PX if small else TITLE_PX))):
             lines.append(f"<sup>{line}</sup>" if small else line)
-    margin, title = layout.get("margin", {}), layout.get("title", {})
+    margin, title, legend = (layout.get(part, {}) for part in ("margin", "title", "legend"))
     height = layout.get("height", 420)
     # A subtitle stands below the title and needs a line of its own.
     rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
+    below = legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper"
     layout |= dict(
-        width=WIDTH, font=layout.get("font", {}) | dict(size=FONT_SIZE),
+        width=width, font=layout.get("font", {}) | dict(size=FONT_SIZE),
         margin=margin | dict(t=max(margin.get("t", 0), 34 + 19 * rows)),
+        # A lower plot leaves less between its axis title and the legend.
+        legend=legend | (dict(y=min(legend.get("y", 0), -0.27)) if below else {}),
         # NOTE: plotly anchors the first of several lines by its baseline.
         title=title | dict(text="<br>".join(lines), font=dict(size=TITLE_SIZE), x=0.01,
                            y=1 - 20 / height, xref="container", yref="container", yanchor="top"),
     )  # fmt: skip
+    _make_room(spec)
     return spec
+
+
+def _make_room(spec: dict) -> None:
+    """Lengthen the axis of lying bars until the labels beside them are inside."""
+    layout, bars = spec["layout"], [t for t in spec["data"] if t.get("orientation") == "h"]
+    axis = layout.get("xaxis", {})
+    if not bars or "range" not in axis or axis.get("type") == "log":
+        return
+    names = {str(name) for trace in bars for name in trace.get("y") or () if name}
+    left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, names), default=0))
+    plot = layout["width"] - left - layout["margin"].get("r", 20)
+    labels = [(note["x"], note["text"]) for note in layout.get("annotations", ())
+              if note.get("xanchor") == "left" and isinstance(note.get("x"), int | float)]  # fmt: skip
+    for trace in bars:
+        labels += zip(trace["x"], trace.get("text") or (), strict=False)
+    for x, text in labels:
+        room = plot - CHAR_PX * len(text) - 10
+        if x and room > plot / 4:
+            axis["range"][1] = max(axis["range"][1], x * plot / room)
 
 
 def _used(template: dict, types: set[str]) -> dict:

@@ -75,4 +75,4 @@ def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms
     def build(settings, report, cancelled) -> View:
         return reproduction_view(**settings)
 
-    return App("reproduction_app", controls, build)
+    return App("reproduction_app", controls, build, columns=1)

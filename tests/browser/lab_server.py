@@ -92,14 +92,14 @@ class Notebook:
             "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')]"
             ".every(e => /\\[\\d+\\]/.test(e.innerText))", timeout=1000 * CELLS_S)  # fmt: skip
 
-    def screenshot(self, path: Path) -> None:
-        """The whole notebook, from its top: the window is made as high as its content."""
+    def screenshot(self, path: Path, app: "AppOnPage | None" = None) -> None:
+        """The whole notebook, or one of its apps: the window is made as high as its content."""
         content = self.page.locator(".jp-WindowedPanel-outer").first
         height = int(content.evaluate("e => e.scrollHeight")) + 120
         self.page.set_viewport_size(SIZE | {"height": min(height, 12_000)})
         content.evaluate("e => e.scrollTo(0, 0)")
         self.page.wait_for_timeout(500)
-        self.page.screenshot(path=path)
+        (app.root if app else self.page).screenshot(path=path)
         self.page.set_viewport_size(SIZE)
 
     def figures(self) -> int:

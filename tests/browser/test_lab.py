@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from shadowkv_lab.ui import budget, decode_lab, reproduce_lab
+from shadowkv_lab.ui import budget, decode_lab, reproduce_lab, serving_lab
 from shadowkv_lab.ui.display import PLOTLY
 from shadowkv_lab.ui.notebooks import WIDGET_VIEW
 
@@ -15,7 +15,7 @@ ERRORS = '[data-mime-type="application/vnd.jupyter.error"]'
 
 
 def plain(title: str) -> str:
-    return re.sub(r"<[^>]+>", "", title.replace("<br>", " "))
+    return " ".join(re.sub(r"<[^>]+>", "", title.replace("<br>", " ")).split())
 
 
 def titles_of(view) -> list[str]:
@@ -32,7 +32,8 @@ def opened_and_run(lab, browser, folder, pictures, name):
     assert page.locator(ERRORS).count() == 0, page.locator(ERRORS).first.inner_text()
     expect(notebook.app().root).to_be_visible()
     expect(notebook.app().root.locator(".main-svg").first).to_be_visible()
-    notebook.app().root.screenshot(path=pictures / f"{name}_app.png")
+    for number in range(page.locator(".jp-OutputArea .shadowkv").count()):
+        notebook.screenshot(pictures / f"{name}_app{number}.png", notebook.app(number))
     return notebook
 
 
@@ -49,6 +50,11 @@ def memory(lab, browser, folder, pictures):
 @pytest.fixture(scope="module")
 def reproduction(lab, browser, folder, pictures):
     return opened_and_run(lab, browser, folder, pictures, "04_reproduce_glm5")
+
+
+@pytest.fixture(scope="module")
+def serving(lab, browser, folder, pictures):
+    return opened_and_run(lab, browser, folder, pictures, "06_serving")
 
 
 def press(app, label, key, **until):
@@ -161,7 +167,15 @@ def test_reproduction_by_keyboard(reproduction):
     assert app.bars() != before
 
 
-@pytest.mark.parametrize("which", ["decode", "memory", "reproduction"])
+def test_serving_by_keyboard(serving):
+    app = serving.app(0)
+    before = app.titles()
+    press(app, "concurrency", "ArrowLeft", concurrency=8)
+    shows(app, serving_lab.load_view(concurrency=8))
+    assert app.titles() != before
+
+
+@pytest.mark.parametrize("which", ["decode", "memory", "reproduction", "serving"])
 def test_quiet_console_and_no_request_elsewhere(which, request):
     notebook = request.getfixturevalue(which)
     assert notebook.errors == []
