@@ -85,8 +85,8 @@ def _make_room(spec: dict) -> None:
     names = {str(name) for trace in bars for name in trace.get("y") or () if name}
     left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, names), default=0))
     plot = layout["width"] - left - layout["margin"].get("r", 20)
-    labels = [(note["x"], note["text"]) for note in layout.get("annotations", ())
-              if note.get("xanchor") == "left" and isinstance(note.get("x"), int | float)]  # fmt: skip
+    beside = [note for note in layout.get("annotations", ()) if note.get("xanchor") == "left"]
+    labels = [(note["x"], note["text"]) for note in beside if isinstance(note["x"], int | float)]
     for trace in bars:
         labels += zip(trace["x"], trace.get("text") or (), strict=False)
     for x, text in labels:
