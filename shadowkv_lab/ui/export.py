@@ -31,8 +31,8 @@ p code, li code, td code { background: #f2f2f2; padding: 1px 4px; border-radius:
 .prompt { display: none; }
 .output_area { overflow-x: auto; margin: 0.6em 0; }
 .output_stderr pre { background: #fff4ec; }
-table { border-collapse: collapse; font-size: 13px; }
-th, td { padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: left; }
+table { border-collapse: collapse; border: 0; font-size: 13px; }
+th, td { padding: 4px 10px; border: 0; border-bottom: 1px solid #ddd; text-align: left; }
 td { font-variant-numeric: tabular-nums; }
 blockquote { border-left: 3px solid #bbb; margin-left: 0; padding-left: 1em; color: #555; }
 math { font-size: 1.08em; } math[display=block] { margin: 0.8em 0; }

@@ -84,10 +84,18 @@ def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.Note
         from papermill.parameterize import parameterize_notebook
 
         values = parameters | ({"live": True} if live else {})
-        notebook = parameterize_notebook(notebook, values, report_mode=False)
+        # papermill wants its own metadata, tags on every cell, and a kernel's name.
+        notebook.metadata.setdefault("papermill", {})
+        for cell in notebook.cells:
+            cell.metadata.setdefault("tags", [])
+        notebook = parameterize_notebook(notebook, values, report_mode=False,
+                                         kernel_name="python3", language="python")  # fmt: skip
         for cell in notebook.cells if live and not parameters else ():
             if INJECTED in cell.metadata.get("tags", ()):
                 cell.metadata.tags.append(LIVE)
+    for cell in notebook.cells:
+        if not cell.metadata.get("tags", True):
+            del cell.metadata["tags"]
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     if not code or "provenance.footer()" not in code[-1].source:
         notebook.cells.append(nbformat.v4.new_code_cell(FOOTER, id="provenance-footer"))

@@ -1,0 +1,112 @@
+"""How figures reach a notebook, and how notebooks are run with other parameters and saved."""
+
+import warnings
+
+import nbformat
+import plotly.graph_objects as go
+import pytest
+from typer.testing import CliRunner
+
+from shadowkv_lab.cli import app
+from shadowkv_lab.errors import UnknownName
+from shadowkv_lab.ui import display, notebooks
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """MIME bundles that `show` displays."""
+    bundles = []
+    monkeypatch.setattr(display, "display", lambda bundle, raw: bundles.append(bundle))
+    return bundles
+
+
+def notebook(*sources, tags=("parameters",)):
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    cells[0].metadata["tags"] = list(tags)
+    return nbformat.v4.new_notebook(cells=cells)
+
+
+def test_without_a_chromium_json_alone_and_one_warning(shown, monkeypatch):
+    def broken(**_):
+        raise RuntimeError("no browser")
+
+    monkeypatch.setattr("kaleido.start_sync_server", broken)
+    display._browser.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="no Chromium") as heard:
+            for _ in range(3):
+                display.show(go.Figure(go.Bar(x=[1], y=[2])))
+        assert len(heard) == 1
+        assert [set(b) for b in shown] == [{display.PLOTLY, "text/plain"}] * 3
+    finally:
+        display._browser.cache_clear()
+
+
+def test_many_figures_start_the_browser_once(shown, monkeypatch):
+    started = []
+    monkeypatch.setattr("kaleido.start_sync_server", lambda **_: started.append(1))
+    monkeypatch.setattr(go.Figure, "to_image", lambda self, kind: b"\x89PNG")
+    display._browser.cache_clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(5):
+                display.show(go.Figure(go.Bar(x=[1], y=[2])))
+    finally:
+        display._browser.cache_clear()
+    assert len(started) == 1
+    assert [set(b) for b in shown] == [{display.PLOTLY, "image/png", "text/plain"}] * 5
+
+
+def test_parameters_are_checked_and_injected():
+    book = notebook("pool_tokens = 1\nlive = False", "print(pool_tokens)")
+    with pytest.raises(UnknownName, match="Did you mean 'pool_tokens'"):
+        notebooks.prepared(book, {"pool_token": 2})
+    ready = notebooks.prepared(book, {"pool_tokens": 2})
+    assert "pool_tokens = 2" in ready.cells[1].source
+    assert ready.cells[-1].source.endswith("provenance.footer()")
+
+
+def test_live_is_for_one_run(monkeypatch):
+    monkeypatch.setenv("LIVE", "1")
+    book = notebook("live = False", "provenance.footer()")
+    ready = notebooks.prepared(book, {})
+    assert "live = True" in ready.cells[1].source and len(ready.cells) == 3
+    monkeypatch.delenv("LIVE")
+    assert [c.source for c in notebooks.prepared(ready, {}).cells] == [
+        "live = False", "provenance.footer()"]  # fmt: skip
+
+
+def test_a_failing_cell_leaves_the_file_as_it_was(tmp_path):
+    path = tmp_path / "n.ipynb"
+    nbformat.write(notebook("x = 1", "raise ValueError('broken here')"), path)
+    before = path.read_bytes()
+    with pytest.raises(notebooks.NotebookFailed, match="broken here"):
+        notebooks.execute(path)
+    assert path.read_bytes() == before
+
+
+def test_saving_drops_views_without_state_and_keeps_those_with():
+    def view(model):
+        return {"output_type": "display_data", "data": {notebooks.WIDGET_VIEW: {"model_id": model}}}
+
+    state = {"widgets": {notebooks.WIDGET_STATE: {"state": {"kept": {}}}}}
+    text = {"output_type": "stream", "name": "stdout", "text": "x"}
+    content = {"metadata": state, "cells": [{"outputs": [view("kept"), view("lost"), text]}]}
+    notebooks.pre_save({"type": "notebook", "content": content})
+    assert content["cells"][0]["outputs"] == [view("kept"), text]
+    notebooks.pre_save({"type": "file", "content": "text"})
+
+
+@pytest.mark.parametrize("option", [["-p", "n", "32"], ["-p", "n=32"]])
+def test_run_notebook_on_the_command_line(tmp_path, option):
+    """papermill's two words, and one; a value as Python reads it; the footer stamped."""
+    nbformat.write(notebook("n = 1", "print(n + 1)"), tmp_path / "n.ipynb")
+    out = tmp_path / "out.ipynb"
+    ran = CliRunner().invoke(
+        app, ["run-notebook", str(tmp_path / "n.ipynb"), *option, "-o", str(out)]
+    )
+    assert ran.exit_code == 0, ran.output
+    cells = nbformat.read(out, 4).cells
+    assert cells[2].outputs[0].text == "33\n"
+    assert "executed on" in cells[-1].outputs[0].data["text/plain"]
