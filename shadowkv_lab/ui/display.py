@@ -9,6 +9,8 @@ from functools import cache
 import plotly.graph_objects as go
 from IPython.display import display
 
+from shadowkv_lab.ui import plots
+
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
@@ -19,6 +21,7 @@ def show(fig: go.Figure) -> None:
     plain warning says so.
     """
     bundle = {PLOTLY: json.loads(fig.to_json()), "text/plain": _plain(fig)}
+    plots.keep_used_template(bundle[PLOTLY])
     bundle[PLOTLY]["config"] = {"responsive": True, "displaylogo": False}
     if (picture := png(fig)) is not None:
         bundle["image/png"] = base64.b64encode(picture).decode()

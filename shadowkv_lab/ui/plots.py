@@ -51,7 +51,7 @@ def fitted(figure: go.Figure, width: int) -> dict:
     """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
     spec = {"data": [_plain(trace) for trace in figure.data], "layout": _plain(figure.layout)}
     layout = spec["layout"]
-    layout["template"] = _used(layout.get("template", {}), {t["type"] for t in spec["data"]})
+    keep_used_template(spec)
     lines = []
     for part in layout.get("title", {}).get("text", "").split("<br>"):
         small = part.startswith("<sup>")
@@ -95,11 +95,14 @@ def _make_room(spec: dict) -> None:
             axis["range"][1] = max(axis["range"][1], x * plot / room)
 
 
-def _used(template: dict, types: set[str]) -> dict:
-    """The part of a template that a figure uses: plotly.js goes through all of it at each draw."""
-    layout = {k: v for k, v in template.get("layout", {}).items() if k not in NOT_DRAWN}
-    return {"data": {k: v for k, v in template.get("data", {}).items() if k in types},
-            "layout": layout}  # fmt: skip
+def keep_used_template(spec: dict) -> None:
+    """Keep the part of a template that a figure uses: it is most of a small figure's JSON, and
+    plotly.js goes through all of it at each draw."""
+    template, types = spec["layout"].get("template", {}), {t["type"] for t in spec["data"]}
+    spec["layout"]["template"] = {
+        "data": {k: v for k, v in template.get("data", {}).items() if k in types},
+        "layout": {k: v for k, v in template.get("layout", {}).items() if k not in NOT_DRAWN},
+    }
 
 
 def _plain(part: "go.Layout | go.Trace") -> dict:
