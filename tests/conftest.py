@@ -1,5 +1,6 @@
 """GPU tests are skipped with a reason without a GPU; `--gpu-record` keeps how they went."""
 
+import importlib.util
 import json
 import os
 from datetime import UTC, datetime
@@ -12,6 +13,9 @@ from shadowkv_lab import data, geometry, hardware
 # Without a GPU, Triton kernels run in Triton's interpreter. Must be set before a kernel is defined.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A GPU machine needs no Jupyter to measure, and to test what measures.
+collect_ignore = [] if importlib.util.find_spec("plotly") else ["browser", "notebooks", "ui"]
 
 GPU_RECORD = data.RUNS / "gpu_tests.json"
 

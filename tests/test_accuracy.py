@@ -18,7 +18,6 @@ from shadowkv_lab.errors import BadTensorFile, UnknownName
 from shadowkv_lab.hardware import version_of
 from shadowkv_lab.sources import poolfile
 from shadowkv_lab.strategies import STRATEGIES, parse
-from shadowkv_lab.ui import accuracy as figures
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 POOL = data.DATA / "pools" / "tiny-glm-5-random.safetensors"
@@ -280,32 +279,6 @@ def test_the_paragraph_computes_its_choice_and_states_its_data(pool):
              for e in accuracy.storage_attention(pool)]  # fmt: skip
     told = accuracy.choose(pool, accuracy.storage_errors(pool), level)
     assert "speak for e4m3" in told and "576 B: 1.0% off, KL 1.2e-03" in told
-
-
-def test_figures_state_their_finding_and_their_data(pool):
-    errors, alone = accuracy.storage_errors(pool), accuracy.storage_attention(pool)
-    whole = accuracy.attention_errors(pool, [parse("full_cast"), parse("bf16_pool")])
-    channels = accuracy.channel_errors(pool, "fp8")
-    bars = [
-        model.ModelError(n, 10.0**-i, 0.1, 0.9, 5.0, 0.1, 9)
-        for i, n in enumerate(accuracy.STORAGES)
-    ]
-    found = {
-        "rows": figures.storage_lines(pool, errors),
-        "channels": figures.channel_map(pool, channels, "fp8"),
-        "bytes": figures.error_against_bytes(pool, alone, whole),
-        "split": figures.attention_split(pool, whole),
-        "model": figures.model_bars(bars, pool.geometry, "tiny, random weights"),
-    }
-    for fig in found.values():
-        title = fig.layout.title
-        assert any(c.isdigit() for c in title.text) and "random weights" in title.subtitle.text
-        assert fig.layout.xaxis.title.text
-    latent = np.mean([e.relative_l2 for e in errors if (e.storage, e.part) == ("fp8", "latent")])
-    assert f"{latent:.1%}" in found["rows"].layout.title.text
-    assert {f.layout.yaxis.type for n, f in found.items() if n in ("rows", "bytes", "model")} == {
-        "log"
-    }
 
 
 def test_the_shipped_pool_is_small_labelled_and_of_its_text(pool):

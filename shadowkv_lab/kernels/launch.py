@@ -22,9 +22,10 @@ LOADS = ("short", "few", "many")
 class LaunchRow:
     """How to launch the decode for up to `heads` heads and one kind of load.
 
-    `tile` heads and `block` tokens a program of `warps` warps; `vector` 32-bit words a load;
-    `pipe` loads a block ahead; `blocks_per_sm` programs that fill a multiprocessor. `measured`
-    says what stands behind the row.
+    `tile` heads and `block` tokens a program of `warps` warps; `blocks_per_sm` programs that fill
+    a multiprocessor. `stages` blocks in flight of the pair kernel; 0 takes the word kernel, with
+    `vector` 32-bit words a load and, by `pipe`, loads a block ahead. `measured` says what stands
+    behind the row.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class LaunchRow:
     pipe: bool
     blocks_per_sm: int
     measured: str
+    stages: int = 0
 
 
 # Triton's interpreter, on a CPU: small tiles, so that few tokens already make several items.

@@ -244,7 +244,11 @@ def _candidates(row: launch.LaunchRow) -> Iterator[launch.LaunchRow]:
     ):
         if (tile > 16) == (warps == 8):  # large tiles need the registers of eight warps
             yield replace(row, tile=tile, block=block, warps=warps, pipe=pipe, blocks_per_sm=blocks,
-                          vector=2)  # fmt: skip
+                          vector=2, stages=0)  # fmt: skip
+    for tile, (block, warps), stages, blocks in itertools.product(
+        {min(8, row.heads), 16}, ((32, 2), (32, 4), (64, 4)), (2, 3), (1, 2, 4)
+    ):
+        yield replace(row, tile=tile, block=block, warps=warps, stages=stages, blocks_per_sm=blocks)
 
 
 def as_dicts(rows: list[Row]) -> list[dict]:

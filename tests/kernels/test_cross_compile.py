@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from shadowkv_lab.kernels import append, cast, decode, gather_cast, launch
+from shadowkv_lab.kernels import decode_pairs, decode_words
 
 arch = int(sys.argv[1])
 
@@ -28,7 +29,7 @@ def compiled(kernel, pointers, constants, warps, **options):
                if signature[n].startswith("*")}
     constants = {(names.index(k),): v for k, v in constants.items()}
     source = ASTSource(kernel, signature, constants, aligned)
-    options = dict(num_warps=warps, num_stages=1, **options)
+    options = dict(num_stages=1, num_warps=warps) | options
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return built.metadata.shared, "mma" in built.asm["ptx"]
 
@@ -49,12 +50,18 @@ for row in launch.rows(f"sm_{arch}"):
     for page, scaled in variants:
         name = f"decode {row.heads} {row.load} page {page}"
         constants = dict(HEADS=row.heads, TILE=row.tile, BLOCK=row.block, PAGE=page, SCALED=scaled,
-                         VECTOR=row.vector, ASM=True, PDL=True, PIPE=row.pipe)
+                         ASM=True, PDL=True)
         more = dict(scales="*fp32") if scaled else {}
         if not scaled:
             constants["scales"] = None
-        found[name] = compiled(decode.decode_kernel, pointers | more, constants, row.warps,
-                               launch_pdl=True)
+        if row.stages:
+            kernel, constants["STAGES"] = decode_pairs.pairs_kernel, row.stages
+            more["kv"] = "*i16"
+        else:
+            kernel = decode_words.words_kernel
+            constants |= dict(VECTOR=row.vector, PIPE=row.pipe)
+        found[name] = compiled(kernel, pointers | more, constants, row.warps, launch_pdl=True,
+                               num_stages=row.stages or 1)
 found["combine"] = compiled(
     decode.combine_kernel,
     dict(partial="*fp32", stats="*fp32", splits="*i32", out="*bf16", out_scale="fp32"),

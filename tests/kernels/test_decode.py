@@ -80,6 +80,19 @@ def test_random_rows_and_lengths(device, heads, page_size):
     check(*random_case([1, 37, 70, 16], heads, device, page_size))
 
 
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tile", [8, 16])
+def test_pair_kernel(device, tile, page_size):
+    """The same, and hard cases, by the kernel that keeps FP8 in shared memory."""
+    row = launch.LaunchRow(128, "many", tile, 32, 4, 0, False, 4, "test", stages=2)
+    q_nope, q_pe, kv, batch = random_case([1, 37, 170, 32], 8, device, page_size, tail=2.0)
+    check(q_nope, q_pe, kv, batch, row=row)
+    check(q_nope * 0, q_pe * 0, kv, batch, row=row)
+    check(q_nope * 1e30, q_pe * 1e30, kv, batch, row=row)
+    scales = torch.exp(torch.randn(len(kv), 4, generator=torch.Generator().manual_seed(1)) * 4)
+    check(q_nope, q_pe, kv, batch, row=row, scales=scales.to(device))
+
+
 @pytest.mark.parametrize("tail", [1.5, 3.0])
 def test_heavy_tailed_rows(device, tail):
     check(*random_case([61, 5], 8, device, seed=2, tail=tail))

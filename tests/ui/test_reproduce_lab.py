@@ -1,0 +1,59 @@
+"""Figures and applications of budget and reproduction: titles, errors in place, reset."""
+
+from shadowkv_lab.predict import verdict
+from shadowkv_lab.predict.fit import fit
+from shadowkv_lab.predict.rest import Rest
+from shadowkv_lab.ui import budget as budget_figures
+from shadowkv_lab.ui import reproduce as figures
+from shadowkv_lab.ui import reproduce_lab
+from tests.predict import synthetic_runs as known
+
+FIT = fit(known.runs("full_cast,bf16_pool,shadow"))
+REST = Rest(20.0, experts=0)
+
+
+def test_figures_are_finished_and_titled():
+    table = verdict.verdict(fitted=FIT)
+    shown = [
+        figures.case_steps(), figures.tpot(table, REST), figures.speed_and_room(table),
+        figures.rest_over_context(verdict.rest_over_context("rtx-pro-6000-server", fitted=FIT)),
+        *budget_figures.budget_view(kv_gib=25.49).figures,
+    ]  # fmt: skip
+    for fig in shown:
+        assert any(c.isdigit() for c in fig.layout.title.text)
+        assert fig.layout.xaxis.title.text
+        assert len(fig.data)
+    assert "43.1 ms" in shown[0].layout.title.text
+    assert "495,612 to 188,652" in shown[-1].layout.title.text
+
+
+def test_apps_show_errors_in_place_and_reset():
+    app = budget_figures.make_app()
+    before = [fig.layout.title.text for fig in app.view.figures]
+    app.controls["mem_fraction_static"].value = 1.5
+    assert "BadSize" in app.error.value
+    assert "above 0 and below 1" in app.error.value
+    app.reset()
+    assert app.error.value == ""
+    assert [fig.layout.title.text for fig in app.view.figures] == before
+    app.controls["log"].value = "nonsense\n"
+    assert "BadLog" in app.error.value
+    app.controls[
+        "log"
+    ].value = "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 1000, KV size: 10.00 GB\n"
+    assert "10.00 GiB" in app.note.value
+    assert "weights" in app.note.value
+    assert "budget_app(" in app.code.value
+
+
+def test_the_reproduction_app_takes_a_users_numbers(monkeypatch):
+    monkeypatch.setattr(verdict, "predict", lambda *a, **k: _predict(*a, **{**k, "fitted": FIT}))
+    app = reproduce_lab.make_app()
+    assert "43.1 ms (67%) are still there" in app.note.value
+    app.controls["after_ms"].value = 84.85
+    assert "10.8 of the cast" in app.note.value
+    app.controls["before_ms"].value = 50.0
+    assert "RestIsNegative" in app.error.value
+
+
+_predict = verdict.predict
