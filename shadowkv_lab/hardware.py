@@ -202,22 +202,20 @@ def version_of(package: str) -> str | None:
 
 @cache
 def git_revision() -> str:
-    """The checkout's revision, with `-dirty` where tracked files differ; "unknown" outside git."""
-    root = Path(__file__).resolve().parents[1]
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-        "--exclude=*",
-    ]
+    """The checkout's revision, with `-dirty` where tracked files differ; "unknown" outside git.
+
+    SHADOWKV_REVISION names it where files were copied without their commit.
+    """
+    if told := os.environ.get("SHADOWKV_REVISION"):
+        return told
+    root = str(Path(__file__).resolve().parents[1])
+    options = ["--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(["git", "-C", root, "describe", *options], capture_output=True,
+                               text=True, check=True)  # fmt: skip
+        return found.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SHADOWKV_REVISION", "unknown")
+        return "unknown"
 
 
 def tool(name: str) -> str | None:

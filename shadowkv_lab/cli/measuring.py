@@ -131,7 +131,9 @@ def bench_kernels(
     model: Model = "glm-5",
     device: Device = None,
     pool_tokens: int = 495_616,
-    heads: Annotated[str, typer.Option(help="Head counts: 8,16,64.")] = "8,16,64",
+    heads: Annotated[
+        str | None, typer.Option(help="Head counts: 8,16,64; with --tune all of the table.")
+    ] = None,
     tune: Annotated[bool, typer.Option(help="Remake this GPU's launch table instead.")] = False,
     record: Annotated[Path | None, typer.Option(help="Write rows and origin to this file.")] = None,
     as_json: AsJson = False,
@@ -139,14 +141,16 @@ def bench_kernels(
     """Time each kernel beside its peers and this run's copy bandwidth."""
     from shadowkv_lab import geometry, hardware
     from shadowkv_lab.measure import decode, kernels, records
+    from shadowkv_lab.measure import tune as tuning
 
     shape, where = geometry.load(model), hardware.as_device(device)
+    counts = tuple(integers(heads, "heads")) if heads else None
     with progress(quiet=as_json) as report:
         if tune:
-            console.print(f"wrote {kernels.tune(shape, where, report)}")
+            console.print(f"wrote {tuning.tune(shape, where, counts, report)}")
             return
-        counts = tuple(integers(heads, "heads"))
-        rows = kernels.as_dicts(kernels.bench(shape, where, pool_tokens, counts, progress=report))
+        found = kernels.bench(shape, where, pool_tokens, counts or (8, 16, 64), progress=report)
+        rows = kernels.as_dicts(found)
     origin = dataclasses.asdict(records.origin(where, *decode.bandwidth(where)))
     text = json.dumps({"schema": records.SCHEMA, "origin": origin, "rows": rows}, indent=1)
     if record:

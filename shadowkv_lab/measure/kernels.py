@@ -6,15 +6,14 @@ slots, L2 flushed before each replay.
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
-from shadowkv_lab import hardware
 from shadowkv_lab.batch import Batch
-from shadowkv_lab.errors import KernelUnavailable, LabError, PoolDoesNotFit
+from shadowkv_lab.errors import KernelUnavailable, LabError
 from shadowkv_lab.geometry import Geometry
-from shadowkv_lab.kernels import launch, reference
+from shadowkv_lab.kernels import reference
 from shadowkv_lab.kernels.flashinfer import FlashInferAttention
 from shadowkv_lab.measure import timing
 from shadowkv_lab.measure.decode import bandwidth
@@ -59,7 +58,7 @@ def bench(geometry: Geometry, device: torch.device, pool_tokens: int = 495_616,
         raise KernelUnavailable(f"Kernels cannot be timed on {device}", "an NVIDIA GPU")
     peak = bandwidth(device).copy_gb_per_s
     progress("filling the pool", 0.0)
-    pool = _pool(geometry, device, pool_tokens, ("fp8", "bf16"), order)
+    pool = make_pool(geometry, device, pool_tokens, ("fp8", "bf16"), order)
     stages = [(_movers, "cast, append, gather", ()), *((_decodes, f"decode, {h} heads", (h,))
               for h in heads)]  # fmt: skip
     for i, (stage, text, arguments) in enumerate(stages):
@@ -74,7 +73,9 @@ def bench(geometry: Geometry, device: torch.device, pool_tokens: int = 495_616,
     progress("done", 1.0)
 
 
-def _pool(geometry, device, pool_tokens, kinds, order="random") -> Pool:
+def make_pool(geometry: Geometry, device: torch.device, pool_tokens: int,
+              kinds: tuple[str, ...], order: str = "random") -> Pool:  # fmt: skip
+    """A pool of random rows, with layers that all keep the same kinds."""
     from shadowkv_lab import kernels
 
     pool = Pool(geometry, pool_tokens, [kinds] * geometry.layers, device=device, order=order,
@@ -191,64 +192,6 @@ def time_attention(pool: Pool, kernel, batch: Batch, heads: int,
                              geometry.softmax_scale, torch.float64)  # fmt: skip
     error = (out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return found, float(error.nan_to_num(nan=float("inf")).max())
-
-
-def tune(geometry: Geometry, device: torch.device, progress=lambda text, done: None) -> str:
-    """Measure the decode's launch rows on this GPU and rewrite its architecture's table.
-
-    For every head count and kind of load: each candidate at the shapes of that load, the smallest
-    geometric mean wins. Returns the table's path.
-    """
-    from shadowkv_lab.kernels.decode import FusedAttention
-
-    if device.type != "cuda":
-        raise KernelUnavailable(f"Launch rows cannot be measured on {device}", "an NVIDIA GPU")
-    largest = max(c * n for c, n in SHAPES)
-    fits = hardware.memory(device).free_bytes // (geometry.layers * geometry.row_bytes("fp8"))
-    if fits < 131_072:
-        raise PoolDoesNotFit(f"{fits} FP8 slots fit", "131,072 or more")
-    pool = _pool(geometry, device, min(largest, int(fits) // 64 * 64), ("fp8",))
-    sms, arch = launch.multiprocessors(device), launch.architecture(device)
-    table = []
-    for i, row in enumerate(rows := launch.rows(arch)):
-        progress(f"{row.heads} heads, {row.load}", i / len(rows))
-        shapes = [s for s in SHAPES if launch.load_of(s[0], s[0] * s[1], sms) == row.load
-                  and s[0] * s[1] <= pool.pool_tokens]  # fmt: skip
-        scores = {}
-        for candidate in _candidates(row):
-            total = 1.0
-            for requests, context in shapes:
-                batch = pool.batch(requests, context)
-                try:
-                    found, error = time_attention(
-                        pool, FusedAttention(), batch, row.heads, row=candidate
-                    )
-                    total *= found.median_ms if error < CHECKED else float("inf")
-                except Exception:  # out of shared memory or registers: no candidate here
-                    total = float("inf")
-                pool.release(batch)
-            scores[candidate] = total ** (1 / max(1, len(shapes)))
-        best = min(scores, key=scores.get)
-        where = " and ".join(f"{c} x {n}" for c, n in shapes)
-        text = f"{scores[best]:.2f} ms at {where} ({hardware.device_title(device)}, tuned)"
-        table.append(replace(best, measured=text) if shapes else row)
-    progress("done", 1.0)
-    return str(launch.save(arch, table))
-
-
-def _candidates(row: launch.LaunchRow) -> Iterator[launch.LaunchRow]:
-    """The choices worth a try for a row; what does not compile drops out."""
-    tiles = {min(8, row.heads), min(16, row.heads), row.heads}
-    for tile, (block, warps), pipe, blocks in itertools.product(
-        sorted(tiles), ((16, 2), (32, 2), (32, 4), (64, 4), (32, 8)), (True, False), (1, 2, 4)
-    ):
-        if (tile > 16) == (warps == 8):  # large tiles need the registers of eight warps
-            yield replace(row, tile=tile, block=block, warps=warps, pipe=pipe, blocks_per_sm=blocks,
-                          vector=2, stages=0)  # fmt: skip
-    for tile, (block, warps), stages, blocks in itertools.product(
-        {min(8, row.heads), 16}, ((32, 2), (32, 4), (64, 4)), (2, 3), (1, 2, 4)
-    ):
-        yield replace(row, tile=tile, block=block, warps=warps, stages=stages, blocks_per_sm=blocks)
 
 
 def as_dicts(rows: list[Row]) -> list[dict]:

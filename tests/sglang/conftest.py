@@ -3,13 +3,10 @@
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import os
 import sys
 import types
 
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 class Torchvision(importlib.abc.MetaPathFinder, importlib.abc.Loader):
