@@ -104,8 +104,8 @@ def _code(row: LaunchRow) -> LaunchRow:
 def compiled(codes: set[LaunchRow], geometry: Geometry, device: torch.device) -> set[LaunchRow]:
     """Those that compile and run here.
 
-    Compiled in processes side by side, which leave the code in Triton's cache: one after the
-    other, a table takes the better part of an hour.
+    In processes side by side, which leave the code in Triton's cache: compiling takes far longer
+    than timing.
     """
     workers = min(16, os.cpu_count() or 1, len(codes))
     small, order = replace(geometry, layers=1, index_layers=1), list(codes)
