@@ -16,10 +16,7 @@ from shadowkv_lab.strategies import Strategy, parse
 from shadowkv_lab.strategies.step import DecodeStep
 
 SCHEMA = 1
-RECORDED = (
-    "h200_profile.json",
-    "cpu_profile.json",
-)  # under data/runs; the first one there is shown
+RECORDED = data.RUNS / "h200_profile.json"
 FUNCTORS = ("direct_copy_kernel_cuda", "bfloat16_copy_kernel_cuda", "float8_copy_kernel_cuda")
 
 
@@ -102,11 +99,8 @@ def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path
 
 
 def recorded(path: str | Path | None = None) -> list[Profile]:
-    """Profiles of a file, or the best under data/runs (an empty list if there are none there)."""
-    paths = [Path(path)] if path else [data.RUNS / name for name in RECORDED]
-    path = next((p for p in paths if p.exists()), None)
-    if path is None:
-        return []
+    """Profiles of a file, by default the recorded one. Raises `BadRecord`."""
+    path = Path(path or RECORDED)
     try:
         entry = json.loads(path.read_text())
         if entry["schema"] != SCHEMA:
@@ -115,8 +109,10 @@ def recorded(path: str | Path | None = None) -> list[Profile]:
             Profile(**{**p, "provenance": "recorded", "kernels": tuple(map(tuple, p["kernels"]))})
             for p in entry["profiles"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadRecord(f"{path.name} is no file of profiles ({error!r})") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise BadRecord(f"{path.name} is no file of profiles ({error!r})",
+                        remedy="Record one: profiled.record(reproduce.bench_here(), 495616, 1024, "
+                               "path)") from None  # fmt: skip
 
 
 def short_name(kernel: str, width: int = 60) -> str:

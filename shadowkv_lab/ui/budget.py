@@ -58,6 +58,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
                 hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
                 "<extra>%{y}</extra>",
             )  # fmt: skip
+            fig.add_trace(style.legend_entry(name, opacity))
     line = (plan.card.memory_gib, f"card, {plan.card.memory_gib:.1f} GiB")
     totals_beside(fig, names, totals, [f"{t:.1f} GiB" for t in totals], [line], 1.15)
     return fig

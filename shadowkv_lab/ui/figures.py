@@ -22,7 +22,7 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
             hovertemplate="%{y}: " + phase + " %{x:.3f} ms<br>%{customdata[0]}<br>"
             "%{customdata[1]}<extra></extra>",
         ))  # fmt: skip
-        traces.append(_grey_legend(phase, opacity))
+        traces.append(style.legend_entry(phase, opacity))
     fig.add_traces(traces)
     # Phases are timed one by one, so on a busy machine they may add up to more than the step.
     ends = runs[[*PHASES]].sum(axis=1).clip(lower=runs.step_ms)
@@ -45,12 +45,6 @@ def _marker(runs: pd.DataFrame) -> dict:
         color=[style.colour(s) for s in runs.strategy], line=dict(color="white", width=1),
         pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15),
     )  # fmt: skip
-
-
-def _grey_legend(name: str, opacity: float) -> dict:
-    """A legend entry that stands for an opacity, whatever the colour."""
-    marker = dict(color=f"rgba(60,60,60,{opacity})")
-    return dict(type="bar", x=[None], y=[None], name=name, marker=marker)
 
 
 def _ratio_title(runs: pd.DataFrame) -> str:
@@ -150,7 +144,7 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
             marker=marker | dict(opacity=opacity), customdata=runs.provenance.tolist(),
             hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",
         ))  # fmt: skip
-        traces.append(_grey_legend(name, opacity))
+        traces.append(style.legend_entry(name, opacity))
     fig.add_traces(traces)
     fig.update_layout(barmode="stack")
     fig.update_yaxes(automargin=True)

@@ -89,8 +89,17 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
 def _better(rows: pd.DataFrame) -> pd.DataFrame:
     """The better of fa2 and fa3 at each shape speaks for FlashInfer."""
     rows = rows.assign(kernel=rows.kernel.str.replace(r" fa\d$", "", regex=True))
-    best = rows.groupby(["shape", "kernel"], sort=False).ms.idxmin()
+    best = rows.groupby(["heads", "shape", "kernel"], sort=False).ms.idxmin()
     return rows.loc[best]
+
+
+def against_bf16(rows: pd.DataFrame) -> pd.DataFrame:
+    """Ours over FlashInfer's better BF16 time, by shape and head count."""
+    better = _better(rows[rows.error.notna()])
+    peers = better[better.kernel == "flashinfer bf16"]
+    return peers.pivot(index="shape", columns="heads", values="ratio").loc[
+        [*peers["shape"].unique()]
+    ]
 
 
 def _bars(rows: pd.DataFrame, heading: str, ceiling: float) -> go.Figure:

@@ -72,7 +72,7 @@ def totals_beside(fig: go.Figure, names, totals, texts, lines=(), widest: float 
 def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> go.Figure:
     """Stacked TPOT of each row of a verdict: cast, attention and write, and the rest."""
     of, names = case.server(), [style.title(s) for s in table.strategy]
-    best = table.loc[table.tpot_ms.idxmin()]
+    best, faded = table.loc[table.tpot_ms.idxmin()], style.PHASE_OPACITY["attention"]
     fig = style.figure(
         f"{style.title(best.strategy)} would take {best.tpot_ms:.1f} ms a token where full cast "
         f"takes {table.tpot_ms.max():.1f}<br><sup>{where}; rest {rest(running):.1f} ms, "
@@ -81,19 +81,17 @@ def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> 
     _bar(fig, names, table.cast_ms, "cast", [style.colour(s) for s in table.strategy],
          table.provenance, table.get("how"), showlegend=False)  # fmt: skip
     _bar(fig, names, table.step_ms - table.cast_ms, "attention and write",
-         [style.colour(s) for s in table.strategy], table.provenance, table.get("how"), opacity=0.5,
-         showlegend=False)  # fmt: skip
-    _bar(fig, names, [rest(running)] * len(names), "rest", GREY, rest.provenance, showlegend=False)
+         [style.colour(s) for s in table.strategy], table.provenance, table.get("how"),
+         opacity=faded, showlegend=False)  # fmt: skip
+    fig.add_traces(
+        [style.legend_entry("cast", 1), style.legend_entry("attention and write", faded)]
+    )
+    _bar(fig, names, [rest(running)] * len(names), "rest", GREY, rest.provenance)
     lines = [(of.before_ms, f"before, {of.before_ms:.1f}"), (of.after_ms, f"after, {of.after_ms}")]
     totals_beside(fig, names, table.tpot_ms, [
         f"{t:.1f} ms, {r:.1f} tok/s, {p}"
         for t, r, p in zip(table.tpot_ms, table.tokens_per_s, table.provenance, strict=True)
     ], lines if running == 1 else ())  # fmt: skip
-    fig.add_traces([
-        go.Bar(x=[None], y=[None], name=name, marker=dict(color=colour, opacity=opacity))
-        for name, colour, opacity in (("cast", DARK, 1), ("attention and write", DARK, 0.5),
-                                      ("rest", GREY, 1))
-    ])  # fmt: skip
     return fig
 
 
@@ -117,7 +115,7 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
               for r in rows.itertuples()])  # fmt: skip
     texts = [_why(row, cards) for row in table.itertuples()]
     line = (of.after_ms, f"reported, {of.after_ms:.1f} ms")
-    totals_beside(fig, table.hypothesis, table.tpot_ms, texts, [line], 2.7)
+    totals_beside(fig, table.hypothesis, table.tpot_ms, texts, [line], 2.9)
     return fig
 
 

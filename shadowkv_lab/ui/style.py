@@ -50,3 +50,12 @@ def figure(heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = F
         xaxis=dict(title=x, **axis, **(LOG if log_x else {})),
         yaxis=dict(title=y, **axis, **(LOG if log_y else {})),
     ))  # fmt: skip
+
+
+def legend_entry(name: str, opacity: float) -> dict:
+    """A bar's entry in the legend that stands for an opacity, whatever the colour.
+
+    A colour of its own: legends do not show a marker's opacity.
+    """
+    return dict(type="bar", x=[None], y=[None], name=name,
+                marker=dict(color=f"rgba(60,60,60,{opacity})"))  # fmt: skip
