@@ -111,7 +111,17 @@ def test_profiles_are_kept_and_read_back(tmp_path):
     path.write_text('{"schema": 9}')
     with pytest.raises(BadRecord):
         profiled.recorded(path)
-    assert profiled.recorded(tmp_path / "none.json") == []
+    with pytest.raises(BadRecord, match="Record one"):
+        profiled.recorded(tmp_path / "none.json")
+
+
+def test_the_recorded_profile_is_of_the_case_on_a_gpu():
+    full, shadow = profiled.recorded()
+    assert (full.strategy, shadow.strategy) == ("full_cast", "shadow")
+    assert full.pool_tokens == 495_616 and full.device.startswith("NVIDIA")
+    top = full.table(1).iloc[0]
+    assert "copy_kernel" in top.kernel and top.calls == 78 and top.share > 0.9
+    assert "copy" not in shadow.table(1).iloc[0].kernel.split("<")[0]
 
 
 @pytest.mark.parametrize(("kernel", "short"), [

@@ -3,6 +3,7 @@
 import html
 import re
 import threading
+from pathlib import Path
 
 import ipywidgets as w
 import plotly.graph_objects as go
@@ -178,6 +179,29 @@ def test_recorded_kernels_meet_their_bounds():
     assert moved.of_copy["cast", "495616 slots"] >= 0.9
     assert moved.of_copy["gather_cast", "65536 live rows"] >= 0.7
     assert rows[rows.kernel == "append"].ms.max() <= 0.15
+
+
+def test_ratios_by_head_count_are_those_of_the_rows():
+    rows, _ = kernels.recorded()
+    table = kernels.against_bf16(rows)
+    assert list(table.columns) == [8, 16, 64] and table.index[0] == "1 x 1024"
+    for shape, heads in (("1 x 1024", 8), ("32 x 8192", 64)):
+        ms = rows[(rows["shape"] == shape) & (rows.heads == heads)].set_index("kernel").ms
+        expected = ms["fused_fp8"] / ms.filter(like="bf16").min()
+        assert table.loc[shape, heads] == pytest.approx(expected)
+
+
+def test_the_readmes_steps_are_the_recorded_ones():
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    lines = text.split("## What came out")[1].split("\n## ")[0].splitlines()
+    table = [[cell.strip(" `") for cell in x.strip("|").split("|")] for x in lines if x[:1] == "|"]
+    runs = decode_lab.recorded("glm-5", 8).query("pool_tokens == 495_616")
+    steps = runs.set_index(["strategy", "concurrency", "context"]).step_ms
+    for load, *cells in table[2:]:
+        requests, context = load.replace(",", "").split(" x ")
+        for strategy, cell in zip(table[0][1:], cells, strict=True):
+            step = steps[strategy, int(requests), int(context)]
+            assert cell == (f"{step:.1f}" if step >= 10 else f"{step:.2f}"), (load, strategy)
 
 
 def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
