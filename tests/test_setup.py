@@ -1,5 +1,6 @@
 """The set-up files agree with each other, and importing the lab stays light."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -67,3 +68,21 @@ def test_layers_import_downwards_only():
                         assert order.index(name) <= order.index(place), (
                             f"{path.name}: {line.strip()}"
                         )
+
+
+def test_make_sets_jupyter_up_to_save_without_views_and_to_ask_nothing(tmp_path, monkeypatch):
+    manager = pytest.importorskip("jupyter_server.services.contents.filemanager")
+    pytest.importorskip("playwright")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "browser")
+    import lab_server
+    from traitlets.config import Config
+
+    from shadowkv_lab.ui import notebooks
+
+    (file,) = Path(lab_server.configuration(tmp_path)).rglob("*.json")
+    assert file.parent.name == "jupyter_server_config.d"
+    contents = manager.FileContentsManager(config=Config(json.loads(file.read_text())))
+    assert contents.pre_save_hook is notebooks.pre_save
+    overrides = json.loads((tmp_path / "share/jupyter/lab/settings/overrides.json").read_text())
+    news = overrides["@jupyterlab/apputils-extension:notification"]
+    assert news == {"fetchNews": "false", "checkForUpdates": False}

@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 from shadowkv_lab.predict import case, hypotheses
 from shadowkv_lab.predict.profiled import Profile, short_name
 from shadowkv_lab.predict.rest import Rest
+from shadowkv_lab.predict.step import weakest
 from shadowkv_lab.ui import style
 
 GREY, DARK = "#bdbdbd", "#555555"
@@ -89,7 +90,7 @@ def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> 
     _bar(fig, names, [rest(running)] * len(names), "rest", GREY, rest.provenance)
     lines = [(of.before_ms, f"before, {of.before_ms:.1f}"), (of.after_ms, f"after, {of.after_ms}")]
     totals_beside(fig, names, table.tpot_ms, [
-        f"{t:.1f} ms, {r:.1f} tok/s, {p}"
+        f"{t:.1f} ms, {r:.1f} tok/s, {weakest([p, rest.provenance])}"
         for t, r, p in zip(table.tpot_ms, table.tokens_per_s, table.provenance, strict=True)
     ], lines if running == 1 else ())  # fmt: skip
     return fig
@@ -155,8 +156,9 @@ def profile_bars(profiles: list[Profile], rest: Rest) -> go.Figure:
             hovertemplate="%{customdata[2]}<br>%{x:.1f} %, %{customdata[0]:.2f} ms in "
             "%{customdata[1]} calls<extra></extra>",
         )  # fmt: skip
-    fig.update_layout(barmode="stack", height=400, margin=dict(t=90, b=190),
-                      legend=dict(orientation="v", y=-0.3))  # fmt: skip
+    below = 75 + 20 * len(kernels)  # the axis and its title, then a line a kernel
+    fig.update_layout(barmode="stack", height=210 + below, margin=dict(t=90, b=below),
+                      legend=dict(orientation="v", y=-0.5))  # fmt: skip
     fig.update_yaxes(automargin=True, autorange="reversed")
     fig.update_xaxes(range=[0, 100])
     return fig

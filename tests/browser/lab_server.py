@@ -17,6 +17,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+ROOT = Path(__file__).resolve().parents[2]
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
         "--disable-background-networking", "--disable-component-update"]  # fmt: skip
 SIZE = {"width": 1280, "height": 1000}
@@ -162,6 +163,7 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
         places = {name: f"{scratch}/{name}" for name in (
             "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTERLAB_SETTINGS_DIR",
             "JUPYTERLAB_WORKSPACES_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}  # fmt: skip
+        places["JUPYTER_CONFIG_PATH"] = configuration(Path(scratch, "make"))
         for name, values in SETTINGS.items():
             file = Path(
                 places["JUPYTERLAB_SETTINGS_DIR"], f"@jupyterlab/{name}.jupyterlab-settings"
@@ -173,7 +175,7 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
              f"--port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}",
              f"--ServerApp.root_dir={root}", "--LabApp.extension_manager=readonly",
              "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-             "--FileContentsManager.pre_save_hook=shadowkv_lab.ui.notebooks.pre_save", *options],
+             *options],
             env=os.environ | places, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -182,6 +184,15 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
         finally:
             server.terminate()
             server.wait(30)
+
+
+def configuration(folder: Path) -> str:
+    """Jupyter's configuration as `make` writes it beside the interpreter, written to `folder`."""
+    plan = subprocess.run(["make", "-n", "setup", f"VENV={folder}"], cwd=ROOT, check=True,
+                          capture_output=True, text=True).stdout  # fmt: skip
+    steps = [step for step in plan.splitlines() if step.startswith(("mkdir", "printf"))]
+    subprocess.run(["sh", "-ec", "\n".join(steps)], check=True)
+    return str(folder / "etc" / "jupyter")
 
 
 def _wait_for(url: str, server: subprocess.Popen, log: Path) -> None:

@@ -27,6 +27,14 @@ def test_figures_are_finished_and_titled():
     assert "495,612 to 188,652" in shown[-1].layout.title.text
 
 
+def test_a_tpot_is_as_sure_as_its_weakest_part():
+    table = verdict.verdict(fitted=FIT).assign(provenance="recorded")
+    for rest, word in ((REST, REST.provenance), (Rest(20.0, provenance="recorded"), "recorded")):
+        labels = figures.tpot(table, rest).layout.annotations[: len(table)]
+        assert all(label.text.endswith(f", {word}") for label in labels)
+    assert REST.provenance != "recorded"
+
+
 def test_apps_show_errors_in_place_and_reset():
     app = budget_figures.make_app()
     before = [fig.layout.title.text for fig in app.view.figures]
