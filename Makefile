@@ -48,8 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -c constraints.txt -e '.[$(EXTRAS)]'
 	mkdir -p $(VENV)/share/jupyter/lab/settings
 	printf '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}\n' > $(VENV)/share/jupyter/lab/settings/overrides.json
-	mkdir -p $(VENV)/etc/jupyter/jupyter_server_config.d
-	printf '{"FileContentsManager": {"pre_save_hook": "shadowkv_lab.ui.notebooks.pre_save"}}\n' > $(VENV)/etc/jupyter/jupyter_server_config.d/shadowkv.json
+	mkdir -p $(VENV)/etc/jupyter
+	printf '{"FileContentsManager": {"pre_save_hook": "shadowkv_lab.ui.notebooks.pre_save"}}\n' > $(VENV)/etc/jupyter/jupyter_server_config.json
 	touch $@
 
 # The tested set: everything but torch's own companions, which torch pins itself.

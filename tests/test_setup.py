@@ -80,7 +80,7 @@ def test_make_sets_jupyter_up_to_save_without_views_and_to_ask_nothing(tmp_path,
     from shadowkv_lab.ui import notebooks
 
     (file,) = Path(lab_server.configuration(tmp_path)).rglob("*.json")
-    assert file.parent.name == "jupyter_server_config.d"
+    assert file.name == "jupyter_server_config.json"  # of files in .d, only extensions are read
     contents = manager.FileContentsManager(config=Config(json.loads(file.read_text())))
     assert contents.pre_save_hook is notebooks.pre_save
     overrides = json.loads((tmp_path / "share/jupyter/lab/settings/overrides.json").read_text())
