@@ -202,18 +202,23 @@ def version_of(package: str) -> str | None:
 
 @cache
 def git_revision() -> str:
-    """The checkout's revision, with `-dirty` where tracked files differ; "unknown" outside git.
+    """The checkout's revision, with `-dirty` where the package differs; "unknown" outside git.
 
-    SHADOWKV_REVISION names it where files were copied without their commit.
+    Notebooks and recorded runs may differ: they change while notebooks run and runs are recorded.
+    SHADOWKV_REVISION names the revision where files were copied without their commit.
     """
     if told := os.environ.get("SHADOWKV_REVISION"):
         return told
-    root = str(Path(__file__).resolve().parents[1])
-    options = ["--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        found = subprocess.run(["git", "-C", root, "describe", *options], capture_output=True,
+    package = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True,
                                text=True, check=True)  # fmt: skip
         return found.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

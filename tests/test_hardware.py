@@ -1,5 +1,7 @@
 """Cards from data/gpus, and what doctor makes of a machine that is not this one."""
 
+import subprocess
+
 import pytest
 import torch
 
@@ -57,3 +59,36 @@ def test_this_gpu_is_detected():
     before = hardware.memory("cuda:0").free_bytes
     held = torch.empty(1 << 28, dtype=torch.int8, device="cuda:0")
     assert before - hardware.memory("cuda:0").free_bytes >= held.nbytes
+
+
+def test_the_revision_is_dirty_only_where_the_package_differs(tmp_path, monkeypatch):
+    monkeypatch.delenv("SHADOWKV_REVISION", raising=False)
+    package, notes = tmp_path / "package", tmp_path / "notes.txt"
+    package.mkdir()
+    monkeypatch.setattr(hardware, "__file__", str(package / "hardware.py"))
+
+    def revision():
+        hardware.git_revision.cache_clear()
+        return hardware.git_revision()
+
+    def git(*arguments):
+        names = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *names, *arguments], check=True, capture_output=True)
+
+    try:
+        assert revision() == "unknown"
+        git("init")
+        for path in (package / "hardware.py", notes):
+            path.write_text("1")
+        git("add", ".")
+        git("commit", "-m", "x")
+        clean = revision()
+        assert len(clean) == 12
+        notes.write_text("2")
+        assert revision() == clean
+        (package / "hardware.py").write_text("2")
+        assert revision() == f"{clean}-dirty"
+        monkeypatch.setenv("SHADOWKV_REVISION", "abc")
+        assert revision() == "abc"
+    finally:
+        hardware.git_revision.cache_clear()
