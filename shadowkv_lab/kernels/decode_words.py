@@ -7,7 +7,7 @@ axes of heads and of tokens (or latent values) in its tiles. A block of rows is 
 words a block ahead, so that loads fly while the last block is multiplied, and widened to FP16,
 which holds every e4m3 value exactly.
 
-It starts fastest, so short loads take it; and it alone feeds Hopper's wgmma (64 heads), which
+It starts fastest, so most short loads take it; and it alone feeds Hopper's wgmma (64 heads), which
 wants FP16 in shared memory.
 """
 

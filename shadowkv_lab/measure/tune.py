@@ -1,4 +1,4 @@
-"""`shadowkv bench kernels --tune`: measure this GPU's launch rows and rewrite its table."""
+"""`shadowkv bench kernels --tune`: measure this GPU's launch rows and write its table."""
 
 import itertools
 import multiprocessing
@@ -22,7 +22,7 @@ Progress = Callable[[str, float], None]
 
 def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None = None,
          progress: Progress = lambda text, done: None) -> str:  # fmt: skip
-    """Measure the decode's launch rows on this GPU and rewrite its architecture's table.
+    """Measure the decode's launch rows on this GPU, and write its architecture's table.
 
     For every head count (or those of `heads`) and kind of load: each candidate at the shapes of
     that load, the smallest geometric mean wins. Returns the table's path. Raises
@@ -31,8 +31,7 @@ def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None =
     """
     if device.type != "cuda":
         raise KernelUnavailable(f"Launch rows cannot be measured on {device}", "an NVIDIA GPU")
-    arch, sms = launch.architecture(device), launch.multiprocessors(device)
-    rows = launch.rows(arch)
+    rows, sms = launch.rows(launch.architecture(device)), launch.multiprocessors(device)
     known = sorted({row.heads for row in rows})
     if unknown := set(heads or known) - set(known):
         raise BadSize(f"No launch row for {sorted(unknown)} heads", f"some of {known}")
@@ -53,7 +52,7 @@ def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None =
             choices = [c for c in candidates(row) if _code(c) in built]
             table[row] = _best(pool, row, choices, shapes)
     progress("done", 1.0)
-    return str(launch.save(arch, list(table.values())))
+    return str(launch.save(launch.own_architecture(device), list(table.values())))
 
 
 def _best(pool: Pool, row: LaunchRow, choices: list[LaunchRow],
