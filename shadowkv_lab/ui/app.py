@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 from shadowkv_lab.errors import LabError
 from shadowkv_lab.ui import display, plots
 
-LABEL = {"description_width": "11em"}
 CONTROL_WIDTH = "540px"
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
 
@@ -222,12 +221,3 @@ def _in_place(error: LabError) -> str:
         parts.append(error.remedy.rstrip(".") + ("" if error.remedy.endswith("?") else "."))
     text = "<br>".join(html.escape(part, quote=False) for part in parts)
     return f'<div role="alert" class="shadowkv-error"><b>{type(error).__name__}</b>: {text}</div>'
-
-
-def slider(label: str, values: list[int], value: int, unit: str) -> w.SelectionSlider:
-    """A slider over whole numbers spaced as the list is, shown with their unit."""
-    values = sorted({*values, value})
-    return w.SelectionSlider(
-        options=[(f"{v:,} {unit}", v) for v in values], value=value, description=label,
-        continuous_update=False, style=LABEL, layout=w.Layout(width=CONTROL_WIDTH),
-    )  # fmt: skip

@@ -10,7 +10,8 @@ from shadowkv_lab.predict.budget import GIB, Budget, budget
 from shadowkv_lab.predict.case import published
 from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import style
-from shadowkv_lab.ui.app import LABEL, App, View, slider
+from shadowkv_lab.ui.app import App, View
+from shadowkv_lab.ui.controls import LABEL, check, menu, number, slider
 from shadowkv_lab.ui.reproduce import totals_beside
 
 CONTEXTS = [2**k for k in range(9, 18)]
@@ -133,28 +134,23 @@ def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_para
              log: str = "") -> App:  # fmt: skip
     """The application behind `budget_app`; it starts at the case's log."""
     case = published("case")
-    wide = w.Layout(width="600px")
+    cards = {name: hardware.card(name).title for name in hardware.known_cards()}
     controls = {
-        "model": w.Dropdown(options=geometry.known_models(), value=geometry.load(model).name,
-                            description="model", style=LABEL),
-        "gpu": w.Dropdown(options=[(hardware.card(n).title, n) for n in hardware.known_cards()],
-                          value=gpu, description="GPU", style=LABEL, layout=wide),
-        "tensor_parallel": w.Dropdown(options=[1, 2, 4, 8, 16], value=tensor_parallel,
-                                      description="GPUs (TP)", style=LABEL),
-        "dtype": w.Dropdown(options=STORAGES, value=dtype, description="KV dtype", style=LABEL),
-        "weights_gib": w.FloatText(value=weights_gib or case["weights_gib"], step=0.5,
-                                   description="weights, GiB/GPU", style=LABEL),
-        "mem_fraction_static": w.FloatText(value=mem_fraction_static or case["mem_fraction_static"],
-                                           step=0.01, description="memory fraction", style=LABEL),
-        "kv_gib": w.FloatText(value=case["pool_gib"] if kv_gib is None else kv_gib, step=0.5,
-                              description="KV, GiB (0: rule)", style=LABEL),
-        "engine": w.Dropdown(options=["sglang", "vllm"], value=engine, description="engine's rule",
-                             style=LABEL),
+        "model": menu("model", geometry.known_models(), geometry.load(model).name),
+        "gpu": menu("GPU", cards, gpu),
+        "tensor_parallel": menu("GPUs (TP)", [1, 2, 4, 8, 16], tensor_parallel),
+        "dtype": menu("KV dtype", STORAGES, dtype),
+        "weights_gib": number("weights, GiB/GPU", weights_gib or case["weights_gib"], 0.5),
+        "mem_fraction_static": number(
+            "memory fraction", mem_fraction_static or case["mem_fraction_static"], 0.01
+        ),
+        "kv_gib": number("KV, GiB (0: rule)", case["pool_gib"] if kv_gib is None else kv_gib, 0.5),
+        "engine": menu("engine's rule", ["sglang", "vllm"], engine),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
-        "index": w.Checkbox(value=index, description="index keys (DSA models)", style=LABEL),
-        "mtp": w.Checkbox(value=mtp, description="MTP layer's KV", style=LABEL),
-        "log": w.Textarea(value=log, description="start-up log", rows=3, style=LABEL, layout=wide,
+        "index": check("index keys (DSA models)", index),
+        "mtp": check("MTP layer's KV", mtp),
+        "log": w.Textarea(value=log, description="start-up log", rows=3, style=LABEL,
                           placeholder="paste SGLang's or vLLM's start-up log here",
                           continuous_update=False),
     }  # fmt: skip

@@ -13,9 +13,11 @@ from shadowkv_lab.errors import BadRecord
 from shadowkv_lab.measure import decode, records
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import figures
-from shadowkv_lab.ui.app import LABEL, App, Cancelled, View, slider
+from shadowkv_lab.ui.app import App, Cancelled, View
+from shadowkv_lab.ui.controls import check, menu, several, slider
 from shadowkv_lab.ui.plots import Figures
 
+HEADS = (8, 16, 32, 64, 128)
 SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
 HERE_POOL_TOKENS = 2048  # a CPU's pool where nobody chose one: four strategies in some seconds
@@ -189,25 +191,19 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
     largest = _largest_pool(shape, device)
     pool_tokens = pool_tokens or (495_616 if not live or largest >= 495_616 else largest)
     files = sorted(p.name for p in (data.DATA / "pools").glob("*.safetensors"))
+    names, own = list(dict.fromkeys([SYNTHETIC, *files, rows])), shape.heads_per_gpu(8)
+    devices = {d: f"{d}: {hardware.device_title(d)}" for d in hardware.devices()}
     controls = {
-        "model": w.Dropdown(options=known if model in known else [*known, model], value=model,
-                            description="model", style=LABEL),
+        "model": menu("model", known if model in known else [*known, model], model),
         "pool_tokens": slider("pool size", _pool_sizes(largest), pool_tokens, "slots"),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
-        "heads": w.Dropdown(
-            options=[8, 16, 32, 64, 128], value=heads or shape.heads_per_gpu(8),
-            description="heads a GPU", style=LABEL),
-        "rows": w.Dropdown(
-            options=list(dict.fromkeys([SYNTHETIC, *files, rows])), value=rows, description="rows",
-            style=LABEL),
-        "strategies": w.SelectMultiple(
-            options=[*STRATEGIES], value=strategies or tuple(runnable if live else STRATEGIES),
-            description="strategies", rows=len(STRATEGIES), style=LABEL),
-        "device": w.Dropdown(
-            options=[(f"{d}: {hardware.device_title(d)}", d) for d in hardware.devices()],
-            value=str(device), description="device", style=LABEL),
-        "live": w.Checkbox(value=live, description="measure on this device", style=LABEL),
+        "heads": menu("heads a GPU", sorted({*HEADS, own}), heads or own),
+        "rows": menu("rows", names, rows),
+        "strategies": several("strategies", [*STRATEGIES],
+                              strategies or (runnable if live else STRATEGIES)),
+        "device": menu("device", devices, str(device)),
+        "live": check("measure on this device", live),
     }  # fmt: skip
 
     @lru_cache(maxsize=128)

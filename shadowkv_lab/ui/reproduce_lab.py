@@ -7,8 +7,9 @@ import ipywidgets as w
 from shadowkv_lab import hardware
 from shadowkv_lab.predict import case, hypotheses, verdict
 from shadowkv_lab.ui import reproduce
-from shadowkv_lab.ui.app import LABEL, App, View, slider
+from shadowkv_lab.ui.app import App, View
 from shadowkv_lab.ui.budget import CONCURRENCIES, CONTEXTS
+from shadowkv_lab.ui.controls import check, menu, number, slider
 
 CARD = "rtx-pro-6000-server"
 
@@ -52,25 +53,19 @@ def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms
              cast_ms: float = 0.0) -> App:  # fmt: skip
     """The application behind `reproduction_app`; it starts at the case."""
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
-    cards = case.published("case")["gpu"]
-
-    def number(kind, value, label, step=1):
-        return kind(value=value, description=label, step=step, style=LABEL)
-
+    cards = {name: hardware.card(name).title for name in case.published("case")["gpu"]}
     controls = {
-        "gpu": w.Dropdown(options=[(hardware.card(n).title, n) for n in cards], value=gpu,
-                          description="GPU", style=LABEL, layout=w.Layout(width="600px")),
+        "gpu": menu("GPU", cards, gpu),
         "context": slider("context", CONTEXTS, context, "tokens"),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
-        "rest_ms": number(w.FloatText, rest_ms, "rest, ms (0: derive)", 0.5),
-        "rest_grows": w.Checkbox(value=rest_grows, description="rest grows with the experts read",
-                                 style=LABEL, layout=w.Layout(width="600px")),
-        "before_ms": number(w.FloatText, of.before_ms, "your TPOT before, ms", 0.1),
-        "after_ms": number(w.FloatText, of.after_ms, "your TPOT after, ms", 0.1),
-        "pool_tokens": number(w.IntText, of.pool_tokens, "your pool, slots", 64),
-        "layers": number(w.IntText, of.layers, "your layers"),
-        "cast_ms": number(w.FloatText, cast_ms, "cast, ms (0: scale)", 0.1),
-    }  # fmt: skip
+        "rest_ms": number("rest, ms (0: derive)", rest_ms, 0.5),
+        "rest_grows": check("rest grows with the experts read", rest_grows),
+        "before_ms": number("your TPOT before, ms", of.before_ms, 0.1),
+        "after_ms": number("your TPOT after, ms", of.after_ms, 0.1),
+        "pool_tokens": number("your pool, slots", of.pool_tokens, 64, whole=True),
+        "layers": number("your layers", of.layers, whole=True),
+        "cast_ms": number("cast, ms (0: scale)", cast_ms, 0.1),
+    }
 
     def build(settings, report, cancelled) -> View:
         return reproduction_view(**settings)

@@ -11,7 +11,8 @@ from shadowkv_lab.serving.simulate import PREFILL_SOURCE, simulate
 from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import serving as figures
 from shadowkv_lab.ui import serving_runs, style
-from shadowkv_lab.ui.app import LABEL, App, View, slider
+from shadowkv_lab.ui.app import App, View
+from shadowkv_lab.ui.controls import menu, several, slider
 
 CARD = "rtx-pro-6000-server"
 CONCURRENCIES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
@@ -90,54 +91,41 @@ def traffics(**start) -> w.Widget:
     return traffics_app(**start).widget
 
 
-def loads_app(**start) -> App:
+def loads_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurrency: int = 64,
+              context: int = 8192, strategies: tuple[str, ...] = WANTED) -> App:  # fmt: skip
     """The application behind `loads`."""
-    controls = _common(start) | {
-        "concurrency": _count("concurrency", start.get("concurrency", 64)),
-        "context": slider("context", CONTEXTS, start.get("context", 8192), "tokens"),
-    }  # fmt: skip
+    controls = _common(model, gpu, rest, strategies) | {
+        "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
+        "context": slider("context", CONTEXTS, context, "tokens"),
+    }
     return App("serving_lab.loads", controls, lambda s, report, cancelled: load_view(**s))
 
 
-def traffics_app(**start) -> App:
+def traffics_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
+                 arrivals: str = "closed loop", rate: float = 0.8, concurrency: int = 96,
+                 lengths: str = "long answers", prompt_tokens: int = 1024,
+                 output_tokens: int = 256,
+                 strategies: tuple[str, ...] = WANTED) -> App:  # fmt: skip
     """The application behind `traffics`."""
-    names = ["long answers", *traffic.known_traffic(), "fixed"]
-    controls = _common(start) | {
-        "arrivals": _menu("arrivals", ARRIVALS, start.get("arrivals", ARRIVALS[0])),
-        "lengths": _menu("lengths", names, start.get("lengths", names[0])),
-        "concurrency": _count("closed loop of", start.get("concurrency", 96)),
-        "rate": w.SelectionSlider(
-            options=[(f"{r:g} requests/s", r) for r in sorted({*RATES, start.get("rate", 0.8)})],
-            value=start.get("rate", 0.8), description="open, rate", continuous_update=False,
-            style=LABEL, layout=w.Layout(width="600px")),
-        "prompt_tokens": slider("fixed prompt", TOKENS, start.get("prompt_tokens", 1024), "tokens"),
-        "output_tokens": slider("fixed output", TOKENS, start.get("output_tokens", 256), "tokens"),
-    }  # fmt: skip
+    controls = _common(model, gpu, rest, strategies) | {
+        "arrivals": menu("arrivals", ARRIVALS, arrivals),
+        "lengths": menu("lengths", ["long answers", *traffic.known_traffic(), "fixed"], lengths),
+        "concurrency": slider("closed loop of", CONCURRENCIES, concurrency, "requests"),
+        "rate": slider("open, rate", RATES, rate, "requests/s"),
+        "prompt_tokens": slider("fixed prompt", TOKENS, prompt_tokens, "tokens"),
+        "output_tokens": slider("fixed output", TOKENS, output_tokens, "tokens"),
+    }
     return App("serving_lab.traffics", controls, lambda s, report, cancelled: traffic_view(**s))
 
 
-def _common(start: dict) -> dict[str, w.Widget]:
-    models = geometry.known_models()
-    chosen = tuple(start.get("strategies") or [s for s in WANTED if s in STRATEGIES])
+def _common(model: str, gpu: str, rest: str, strategies: tuple[str, ...]) -> dict[str, w.Widget]:
+    cards = {name: hardware.card(name).title for name in hardware.known_cards()}
     return {
-        "model": _menu("model", models, geometry.load(start.get("model", "glm-5")).name),
-        "gpu": _menu("8 GPUs of", hardware.known_cards(), start.get("gpu", CARD)),
-        "rest": _menu("rest as in", ANCHORS, start.get("rest", "case")),
-        "strategies": w.SelectMultiple(options=[*STRATEGIES], value=chosen, style=LABEL,
-                                       description="strategies", rows=len(STRATEGIES)),
-    }  # fmt: skip
-
-
-def _count(label: str, value: int) -> w.SelectionSlider:
-    return slider(label, CONCURRENCIES, value, "requests")
-
-
-def _menu(label: str, options, value: str) -> w.Dropdown:
-    """A dropdown over names, or over a dict from names to titles."""
-    if isinstance(options, dict):
-        options = [(title, name) for name, title in options.items()]
-    return w.Dropdown(options=options, value=value, description=label, style=LABEL,
-                      layout=w.Layout(width="600px"))  # fmt: skip
+        "model": menu("model", geometry.known_models(), geometry.load(model).name),
+        "gpu": menu("8 GPUs of", cards, gpu, "GPU"),
+        "rest": menu("rest as in", ANCHORS, rest, "rest"),
+        "strategies": several("strategies", [*STRATEGIES], strategies),
+    }
 
 
 def _contenders(model, gpu, rest, strategies):
