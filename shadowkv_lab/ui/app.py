@@ -2,7 +2,9 @@
 
 import contextlib
 import html
+import itertools
 import json
+import string
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ import ipywidgets as w
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.errors import LabError
+from shadowkv_lab.errors import CannotWrite, LabError
 from shadowkv_lab.ui import display, plots
 
 CONTROL_WIDTH = "540px"
@@ -93,16 +95,24 @@ class App:
         self.refresh()
 
     def save(self) -> None:
-        """Write the view's numbers as CSV and its figures as PNG under out/."""
-        folder, name = Path("out"), self.call.rpartition(".")[2]
+        """Write the view's numbers (CSV) and figures (PNG) under out/, beside earlier ones."""
+        try:
+            self.status.value = html.escape(self._save(Path("out"), self.call.rpartition(".")[2]))
+        except OSError as error:
+            told = CannotWrite(f"The view was not saved: {error}", "a folder that can be written")
+            self.error.value = _in_place(told)
+
+    def _save(self, folder: Path, name: str) -> str:
         folder.mkdir(exist_ok=True)
         (folder / ".gitignore").write_text("*\n")
-        self.view.table.to_csv(folder / f"{name}.csv", index=False)
+        number = next(n for n in itertools.count(1) if not (folder / f"{name}-{n}.csv").exists())
+        path = folder / f"{name}-{number}.csv"
+        self.view.table.to_csv(path, index=False)
         pictures = [picture for fig in self.view.figures if (picture := display.png(fig))]
-        for i, picture in enumerate(pictures, 1):
-            (folder / f"{name}-{i}.png").write_bytes(picture)
+        for letter, picture in zip(string.ascii_lowercase, pictures, strict=False):
+            path.with_name(f"{path.stem}{letter}.png").write_bytes(picture)
         lacking = "" if len(pictures) == len(self.view.figures) else "; no Chromium for pictures"
-        self.status.value = f"saved {folder}/{name}.csv and {len(pictures)} PNG files{lacking}"
+        return f"saved {path} and {len(pictures)} PNG files{lacking}"
 
     def refresh(self) -> None:
         """Show the current setting; the last one wins."""
@@ -149,17 +159,26 @@ class App:
             return
         except LabError as error:
             view = error
+        except Exception as error:
+            # A fault of ours; said in place too, since a worker's traceback is seen by nobody.
+            if not cancelled():
+                self._end(_in_place(error))
+            raise
         finally:
             indicator.cancel()
             finished.set()
         if cancelled():
             return
         if isinstance(view, LabError):
-            self.error.value = _in_place(view)
+            self._end(_in_place(view))
         else:
-            self.view, self.error.value, self.note.value = view, "", view.note
+            self.view, self.note.value = view, view.note
             self._draw(view.figures)
-        self.status.value, self.busy.layout.visibility = "", "hidden"
+            self._end()
+
+    def _end(self, error: str = "") -> None:
+        """Nothing is worked on any more; what is shown is current, but for an error."""
+        self.error.value, self.status.value, self.busy.layout.visibility = error, "", "hidden"
         self._grey(False)
 
     def _grey(self, stale: bool) -> None:
@@ -212,12 +231,15 @@ def _literal(value: object) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _in_place(error: LabError) -> str:
-    """A named error laid out: what was wrong, what is allowed, what to do."""
-    parts = [f"{error.what.rstrip('.')}."]
-    if error.allowed:
-        parts.append(f"Allowed: {error.allowed.rstrip('.')}.")
-    if error.remedy:
-        parts.append(error.remedy.rstrip(".") + ("" if error.remedy.endswith("?") else "."))
+def _in_place(error: Exception) -> str:
+    """A named error laid out: what was wrong, what is allowed, what to do. Any other, plainly."""
+    if isinstance(error, LabError):
+        parts = [f"{error.what.rstrip('.')}."]
+        if error.allowed:
+            parts.append(f"Allowed: {error.allowed.rstrip('.')}.")
+        if error.remedy:
+            parts.append(error.remedy.rstrip(".") + ("" if error.remedy.endswith("?") else "."))
+    else:
+        parts = [str(error), "This is a fault of the lab. The kernel's log has the traceback."]
     text = "<br>".join(html.escape(part, quote=False) for part in parts)
     return f'<div role="alert" class="shadowkv-error"><b>{type(error).__name__}</b>: {text}</div>'

@@ -130,13 +130,13 @@ def test_save_this_view(decode, folder):
     shows(app, decode_lab.recorded_view())
     app.root.get_by_role("button", name="Save this view").focus()
     decode.page.keyboard.press("Enter")
-    expect(app.root).to_contain_text("saved out/explorer.csv and 4 PNG files", timeout=60_000)
-    rows = list(csv.DictReader((folder / "out" / "explorer.csv").open()))
+    expect(app.root).to_contain_text("saved out/explorer-1.csv and 4 PNG files", timeout=60_000)
+    rows = list(csv.DictReader((folder / "out" / "explorer-1.csv").open()))
     full_cast = next(row for row in rows if row["strategy"] == "full_cast")
     table = decode_lab.recorded_view().table.set_index("strategy")
     assert float(full_cast["step_ms"]) == table.step_ms["full_cast"]
-    for i in range(1, 5):
-        assert (folder / "out" / f"explorer-{i}.png").read_bytes().startswith(b"\x89PNG")
+    for letter in "abcd":
+        assert (folder / "out" / f"explorer-1{letter}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_fits_1280_pixels(decode):

@@ -12,7 +12,7 @@ import pytest
 from shadowkv_lab.errors import BadRecord, LabError
 from shadowkv_lab.measure import records
 from shadowkv_lab.strategies import STRATEGIES
-from shadowkv_lab.ui import decode_lab, figures, kernels, style
+from shadowkv_lab.ui import decode_lab, display, figures, kernels, style
 from shadowkv_lab.ui.app import App, Cancelled, View
 
 
@@ -202,6 +202,49 @@ def test_the_readmes_steps_are_the_recorded_ones():
         for strategy, cell in zip(table[0][1:], cells, strict=True):
             step = steps[strategy, int(requests), int(context)]
             assert cell == (f"{step:.1f}" if step >= 10 else f"{step:.2f}"), (load, strategy)
+
+
+def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(display, "png", lambda fig: b"picture")
+    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app.save()
+    first = (tmp_path / "out/explorer-1.csv").read_text()
+    app.controls["context"].value = 8192
+    app.save()
+    assert "explorer-2.csv and 4 PNG" in app.status.value
+    assert (tmp_path / "out/explorer-1.csv").read_text() == first
+    assert (tmp_path / "out/explorer-2.csv").read_text() != first
+    assert {p.name for p in (tmp_path / "out").glob("explorer-2*.png")} == {
+        f"explorer-2{letter}.png" for letter in "abcd"}  # fmt: skip
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (elsewhere / "out").write_text("a file where the folder should be")
+    app.save()
+    assert "CannotWrite" in app.error.value and "out" in app.error.value
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_an_unexpected_error_is_shown_and_ends_the_work(slow, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def build(settings, report, cancelled):
+        if settings["n"] == 2:
+            raise ZeroDivisionError("no such luck")
+        return View([])
+
+    app = App("f", {"n": w.IntText(1)}, build, slow=lambda settings: slow and settings["n"] == 2)
+    if slow:
+        app.controls["n"].value = 2
+        app.worker.join(10)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            app.controls["n"].value = 2
+    assert "ZeroDivisionError" in app.error.value and "no such luck" in app.error.value
+    assert app.busy.layout.visibility == "hidden"
+    app.controls["n"].value = 1
+    assert app.error.value == ""
 
 
 def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
