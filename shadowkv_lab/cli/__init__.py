@@ -7,14 +7,15 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shadowkv_lab.errors import BadSize, LabError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
-# Into a file or a pipe, tables are wide enough not to be folded.
-console = Console(width=None if sys.stdout.isatty() else 120)
+# Into a file or a pipe, tables are wide enough not to be folded. Names may have brackets in them,
+# which are no mark-up.
+console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
 
 Model = Annotated[str, typer.Option(help="A model of data/models, or the path of a config.json.")]
 Device = Annotated[str | None, typer.Option(help="cuda:0, cpu, ...; the freest GPU if left out.")]
@@ -26,7 +27,8 @@ def main() -> None:
     try:
         app()
     except LabError as error:
-        Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False)
+        line = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+        Console(stderr=True).print(line, soft_wrap=True)
         raise SystemExit(2) from None
 
 
@@ -49,7 +51,7 @@ def show(rows: Iterable[dict], columns: dict[str, str], heading: str = "") -> No
         number = any(type(row[key]) in (int, float) for row in rows)
         table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(escape(_cell(row[key])) for key in columns))
+        table.add_row(*(_cell(row[key]) for key in columns))
     console.print(table)
 
 
@@ -69,7 +71,7 @@ class progress:
     def __init__(self, quiet: bool):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+        columns = BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
 
     def __enter__(self):

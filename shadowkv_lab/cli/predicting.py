@@ -73,7 +73,7 @@ def budget(
     if as_json:
         _print(table, as_json)
         return
-    console.print(plan.formula, highlight=False, markup=False)
+    console.print(plan.formula)
     columns = dict(strategy="strategy", token_bytes="B/token", tokens="tokens",
                    requests=f"requests of {context:,}", kept_gib="kept GiB",
                    scratch_gib="scratch GiB", left_gib="left GiB", fits="fits")  # fmt: skip
@@ -124,12 +124,12 @@ def reproduce(
         found = reproduce.run(device, out, card=gpu, context=context, pool_tokens=pool_tokens,
                               profile=profile, progress=report)  # fmt: skip
     for name, (heading, columns) in PRINTED.items():
-        console.print(f"\n[bold]{heading}[/]")
+        console.print(f"\n{heading}", style="bold")
         if name in found.notes:
-            console.print(found.notes[name], highlight=False, markup=False)
+            console.print(found.notes[name])
         _print(found.tables[name], columns=columns)
     for row in found.tables["verdict"].itertuples():
-        console.print(f"{row.strategy}: {row.verdict}", highlight=False, markup=False)
+        console.print(f"{row.strategy}: {row.verdict}")
     files = list(found.files)
     if notebook:
         from shadowkv_lab.ui import notebooks
@@ -138,11 +138,11 @@ def reproduce(
             report("executing the decode lab", 0.5)
             target = out / "01_decode_lab.ipynb"
             files.append(notebooks.execute("notebooks/01_decode_lab.ipynb", target))
-    console.print("\nwrote " + ", ".join(str(f) for f in files), highlight=False)
+    console.print("\nwrote " + ", ".join(str(f) for f in files))
     failed = [check for check in found.checks if not check.ok]
     console.print(f"{len(found.checks) - len(failed)} of {len(found.checks)} checks hold")
     for check in failed:
-        console.print(f"[bold red]failed[/]: {check.what}: {check.found}")
+        console.print(f"failed: {check.what}: {check.found}", style="bold red")
     if failed:
         raise typer.Exit(1)
 
@@ -182,15 +182,15 @@ def compare(
         show(found.cast.assign(kernel=found.cast.kernel.map(profiled.short_name))
              .to_dict("records"), dict(kernel="cast, ms a step", before_ms="before",
                                        after_ms="after"))  # fmt: skip
-    console.print(f"{found.left:.0%} of the cast is left ({found.left_how})", highlight=False)
+    console.print(f"{found.left:.0%} of the cast is left ({found.left_how})")
     if found.budget is not None:
-        console.print(found.budget.formula, highlight=False, markup=False)
+        console.print(found.budget.formula)
     wanted = ("hyp", "tpot", "off", "gb_", "total", "fits", "under")
     shown = [name for name in found.hypotheses.columns if name.startswith(wanted)]
     columns = {name: name.replace("_", " ") for name in shown}
     _print(found.hypotheses, columns=columns)
     for line in (found.sentence, *found.notes):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _print(table, as_json: bool = False, columns: dict[str, str] | None = None) -> None:

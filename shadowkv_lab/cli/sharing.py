@@ -60,11 +60,18 @@ def run_notebook(
         name, equals, value = text.partition("=")
         if not equals:
             raise BadSize(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
-        try:
-            values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            values[name] = value
+        values[name] = _value(value)
     console.print(f"wrote {notebooks.execute(notebook, output, values)}")
+
+
+def _value(text: str) -> object:
+    """A word as Python reads it, or as YAML and shells write flags; else it is text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 @app.command()

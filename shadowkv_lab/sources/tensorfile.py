@@ -9,17 +9,16 @@ tensor by tensor without its pages staying resident; and what is wrong with a fi
 import json
 import mmap
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from shadowkv_lab.errors import BadTensorFile, CannotWrite
+from shadowkv_lab.errors import BadTensorFile
+from shadowkv_lab.files import replacing
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -178,29 +177,3 @@ def write(
             if flat.numel():
                 file.write(memoryview(flat.view(torch.uint8).numpy()))
             progress(f"writing {path.name}: {name}", done / len(shapes))
-
-
-@contextmanager
-def replacing(path: Path):
-    """A binary file under a temporary name beside `path`, renamed to it if all went well."""
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial",
-                                             dir=path.parent)  # fmt: skip
-    except OSError as error:
-        raise CannotWrite(f"{path} cannot be written ({error.strerror})") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp gives 0600; a pool file is for colleagues
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise CannotWrite(
-            f"{path} could not be written whole ({error.strerror})",
-            remedy="Free some disk space; the file that was there before is untouched",
-        ) from error
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -3,6 +3,8 @@
 import base64
 import json
 import logging
+import queue
+import threading
 import warnings
 from functools import cache
 
@@ -11,6 +13,7 @@ from IPython.display import display
 
 from shadowkv_lab.ui import plots
 
+BROWSER_TIMEOUT_S = 60  # a cold start on a busy machine takes seconds
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
@@ -45,19 +48,39 @@ def _browser() -> bool:
     logging.getLogger("choreographer").setLevel(logging.ERROR)
     # plotly passes options that a running server ignores, and warns of it at every picture.
     warnings.filterwarnings("ignore", message="The kopts argument is ignored")
-    try:
-        import kaleido
-
-        kaleido.start_sync_server(silence_warnings=True)
-        go.Figure().to_image("png")
-    except Exception as error:  # no kaleido, no Chromium, or one that does not start
+    first = _first_picture()
+    if isinstance(first, BaseException):
         warnings.warn(
-            f"Figures carry no picture: no Chromium could be started ({type(error).__name__}). "
+            f"Figures carry no picture: no Chromium could be started ({type(first).__name__}). "
             "Install one (for example: apt-get install chromium) and run the notebook again.",
             stacklevel=3,
         )
-        return False
-    return True
+    return not isinstance(first, BaseException)
+
+
+def _first_picture() -> bytes | BaseException:
+    """A picture by a newly started browser, or what went wrong.
+
+    A browser that is found and does not start ends a thread of kaleido's, whose caller then waits
+    for ever: so this waits in a thread of its own, and listens for how either one ends.
+    """
+    outcome: queue.Queue[bytes | BaseException] = queue.Queue()
+    before = threading.excepthook
+
+    def draw() -> None:
+        import kaleido
+
+        kaleido.start_sync_server(silence_warnings=True)
+        outcome.put(go.Figure().to_image("png"))
+
+    threading.excepthook = lambda ended: outcome.put(ended.exc_value or RuntimeError("no reason"))
+    try:
+        threading.Thread(target=draw, daemon=True).start()
+        return outcome.get(timeout=BROWSER_TIMEOUT_S)
+    except queue.Empty:
+        return TimeoutError(f"no picture in {BROWSER_TIMEOUT_S} s")
+    finally:
+        threading.excepthook = before
 
 
 def _plain(fig: go.Figure) -> str:

@@ -6,11 +6,17 @@ import re
 from pathlib import Path
 
 import nbformat
+from jinja2 import pass_context
 from nbconvert import HTMLExporter
-from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.filters.markdown_mistune import (
+    InvalidNotebook,
+    IPythonRenderer,
+    MarkdownWithMath,
+)
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
+from shadowkv_lab.files import ready, replacing
 from shadowkv_lab.ui import mathml, notebooks
 from shadowkv_lab.ui.display import PLOTLY
 
@@ -64,7 +70,11 @@ class _Renderer(IPythonRenderer):
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if url.startswith(("http:", "https:")):  # it would be asked for: a link instead
             return f'<a href="{html.escape(url)}">{html.escape(text or url)}</a>'
-        return super().image(text, url, title)
+        try:
+            found = super().image(text, url, title)
+        except InvalidNotebook:  # no such attachment
+            found = ""
+        return found if "data:" in found else f"<em>{html.escape(text or url)} (not found)</em>"
 
 
 class _Exporter(HTMLExporter):
@@ -73,38 +83,42 @@ class _Exporter(HTMLExporter):
     def __init__(self):
         super().__init__(template_name="basic", embed_images=True)
 
-    def default_filters(self):
-        yield from super().default_filters()
-        yield "markdown2html", _markdown
-
-
-def _markdown(source: str) -> str:
-    renderer = _Renderer(escape=False, embed_images=True, exclude_anchor_links=True)
-    return MarkdownWithMath(renderer=renderer).render(source)
+    @pass_context
+    def markdown2html(self, context, source: str) -> str:
+        """Markdown with pasted images, and those beside the notebook, inside."""
+        renderer = _Renderer(
+            escape=False, embed_images=True, exclude_anchor_links=True,
+            attachments=context.get("cell", {}).get("attachments", {}),
+            path=context.get("resources", {}).get("metadata", {}).get("path", ""),
+        )  # fmt: skip
+        return MarkdownWithMath(renderer=renderer).render(source)
 
 
 def export(source: str | Path, target: str | Path | None = None) -> Path:
     """Write an executed notebook as one HTML file, out/NAME.html unless `target` says where.
 
-    Raises `BadNotebook` for a file that is none, and for one without outputs.
+    Raises `BadNotebook` for a file that is none, and for one without outputs; `CannotWrite`.
     """
     source = Path(source)
-    target = Path(target) if target else OUT / f"{source.stem}.html"
     notebook = notebooks.stripped(notebooks.read(source))
     if not any(cell.get("execution_count") for cell in notebook.cells):
         raise notebooks.BadNotebook(
             f"{source.name} was not executed", "a notebook with outputs",
             f"Run it first: shadowkv run-notebook {source}",
         )  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(notebook, source.name), encoding="utf-8")
+    target = ready(target or OUT / f"{source.stem}.html")
+    with replacing(target) as file:
+        file.write(page(notebook, source).encode())
     return target
 
 
-def page(notebook: nbformat.NotebookNode, name: str) -> str:
+def page(notebook: nbformat.NotebookNode, source: Path) -> str:
     """The HTML of a notebook; its plotly outputs drawn by one inlined plotly.js."""
-    specs = _take_plots(notebook)
-    body, _ = _Exporter().from_notebook_node(notebook)
+    specs, name = _take_plots(notebook), source.name
+    folder = {"metadata": {"path": str(source.resolve().parent)}}
+    body, _ = _Exporter().from_notebook_node(notebook, folder)
+    # The policy below refuses requests, and no browser lets one refuse to be sent elsewhere.
+    body = re.sub(r"<meta\b[^>]*>", "", body, flags=re.I)
     plots = "".join(
         f'<script type="application/json" class="plot-spec" data-plot="plot-{i}">'
         f"{_inside_script(json.dumps(spec))}</script>\n"

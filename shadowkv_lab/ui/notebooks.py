@@ -2,12 +2,14 @@
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-from shadowkv_lab.errors import LabError, UnknownName
+from shadowkv_lab.errors import BadSize, LabError, UnknownName
+from shadowkv_lab.files import ready, replacing
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
@@ -28,7 +30,7 @@ def read(path: str | Path) -> nbformat.NotebookNode:
     """A notebook; raises `BadNotebook` for a file that is none."""
     try:
         return nbformat.read(path, 4)
-    except (OSError, ValueError, nbformat.ValidationError) as error:
+    except (OSError, ValueError, AttributeError, nbformat.ValidationError) as error:
         raise BadNotebook(f"Cannot read {path}: {error}", "an .ipynb file, format 4") from None
 
 
@@ -39,12 +41,13 @@ def execute(source: str | Path, target: str | Path | None = None,
     `parameters` replace those of the cell tagged `parameters`, as papermill does. With LIVE=1 in
     the environment a parameter `live` is set, so that what can be measured here is; the next run
     without it drops that again. A provenance footer is added where none ends the notebook.
-    Raises `UnknownName` for a parameter that the notebook does not have, and `NotebookFailed`
-    with the error of a cell that raised; then nothing is written.
+    Raises `UnknownName` for a parameter that the notebook does not have, `BadSize` for a value of
+    another kind than the one it has, `CannotWrite` before anything runs, and `NotebookFailed` with
+    the error of a cell that raised; then nothing is written.
     """
     source = Path(source)
-    target = Path(target) if target else source
     notebook = prepared(read(source), parameters or {})
+    target = ready(target or source)
     folder = str(source.resolve().parent)
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": folder}},
                             record_timing=False)  # fmt: skip
@@ -52,24 +55,49 @@ def execute(source: str | Path, target: str | Path | None = None,
         client.execute()
     except Exception as error:
         raise NotebookFailed(
-            f"{source.name} did not run: {str(error).strip().splitlines()[-1]}",
+            f"{source.name} did not run: {_plain(error)}",
             remedy="Run its cells one by one in JupyterLab to see where",
         ) from error
-    nbformat.write(stripped(notebook), target)
+    with replacing(target) as file:
+        file.write(f"{nbformat.writes(stripped(notebook)).rstrip()}\n".encode())
     return target
+
+
+def _plain(error: Exception) -> str:
+    """The last line of an error, without a terminal's colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[-1]
 
 
 def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
     """Names that the cell tagged `parameters` assigns, with their values; None if computed."""
     found: dict[str, object] = {}
     for cell in notebook.cells:
-        if PARAMETERS in cell.metadata.get("tags", ()):
-            for line in ast.parse(cell.source).body:
-                for name in line.targets if isinstance(line, ast.Assign) else ():
-                    if isinstance(name, ast.Name):
-                        constant = isinstance(line.value, ast.Constant)
-                        found[name.id] = line.value.value if constant else None
+        if PARAMETERS not in cell.metadata.get("tags", ()):
+            continue
+        try:
+            lines = ast.parse(cell.source).body
+        except SyntaxError as error:
+            raise BadNotebook(f"The cell tagged {PARAMETERS} cannot be read ({error.msg})",
+                              "plain Python assignments") from None  # fmt: skip
+        for line in lines:
+            names = line.targets if isinstance(line, ast.Assign) else []
+            names = [line.target] if isinstance(line, ast.AnnAssign) else names
+            for name in names:
+                if isinstance(name, ast.Name):
+                    constant = isinstance(line.value, ast.Constant)
+                    found[name.id] = line.value.value if constant else None
     return found
+
+
+def _require_kind(name: str, value: object, default: object) -> None:
+    """A flag for a flag, a number for a number, text for text; None stands for all of them."""
+    kinds = {bool: "True or False", str: "text", int: "a number", float: "a number"}
+    same = {int: (int, float), float: (int, float)}.get(type(default), type(default))
+    if value is None or type(default) not in kinds:
+        return
+    if not isinstance(value, same) or isinstance(value, bool) != isinstance(default, bool):
+        raise BadSize(f"Parameter {name} = {value!r}",
+                      f"{kinds[type(default)]}, such as {default!r}")  # fmt: skip
 
 
 def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.NotebookNode:
@@ -78,6 +106,7 @@ def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.Note
     for name in parameters:
         if name not in known:
             raise UnknownName("parameter", name, known)
+        _require_kind(name, parameters[name], known[name])
     notebook.cells = [c for c in notebook.cells if LIVE not in c.metadata.get("tags", ())]
     live = os.environ.get("LIVE") == "1" and "live" in known and "live" not in parameters
     if parameters or live:

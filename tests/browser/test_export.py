@@ -1,5 +1,6 @@
 """The exported HTML file in Chromium, with the network refused."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -62,7 +63,10 @@ def test_plots_are_live(browser, tmp_path):
     page.context.close()
 
 
+DOT = ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5C"
+       "YII=")  # fmt: skip
 HOSTILE = """<script src="https://example.com/x.js"></script>
+<meta http-equiv="refresh" content="0; url=https://example.com/">
 <img src="https://example.com/x.png"><iframe src="https://example.com/"></iframe>"""
 
 
@@ -72,13 +76,20 @@ def test_formulas_are_read_and_foreign_requests_refused(browser, tmp_path):
     cell.outputs = [nbformat.v4.new_output("display_data", data={"text/html": HOSTILE})]
     text = r"# Rest" "\n" r"$\frac{66.8}{43.1} \approx 1.55$, and $\nosuchcommand{x}$."
     text += "\n\n![far](https://example.com/far.png)"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text), cell])
+    text += "\n\n![pasted](attachment:p.png) ![near](near.png) ![lost](attachment:lost.png)"
+    (tmp_path / "near.png").write_bytes(base64.b64decode(DOT))
+    pasted = {"p.png": {"image/png": DOT}}
+    words = nbformat.v4.new_markdown_cell(text, attachments=pasted)
+    notebook = nbformat.v4.new_notebook(cells=[words, cell])
     nbformat.write(notebook, tmp_path / "n.ipynb")
     page, elsewhere, _ = opened(browser, export.export(tmp_path / "n.ipynb", tmp_path / "n.html"))
     assert page.locator("math mfrac").bounding_box()["height"] > 20, "drawn as a fraction"
     assert "≈" in page.locator("math").text_content()
     assert page.locator("code.tex").inner_text() == r"\nosuchcommand{x}"
     assert page.locator("a", has_text="far").get_attribute("href").endswith("far.png")
+    widths = page.locator("p img").evaluate_all("es => es.map(e => e.naturalWidth)")
+    assert widths == [1, 1], "pasted, and beside the notebook"
+    assert page.get_by_text("lost (not found)").count() == 1
     assert page.title() == "Rest"
     assert elsewhere == []
     page.context.close()
