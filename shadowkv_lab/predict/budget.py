@@ -152,7 +152,11 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
             f"{geometry.name} on {card.title}: {weights_gib:.2f} GiB of weights and a reserve of "
             f"{reserve:.2f} GiB leave {rest:.2f} of {card.memory_gib:.2f} GiB for KV"
             + (f", and {kv_gib:.2f} were asked for" if kv_gib else ""),
-            f"weights below {before - max(reserve, kv_gib or 0):.2f} GiB a GPU",
+            (
+                f"up to {before - weights_gib:.2f} GiB of KV"
+                if kv_gib and before > weights_gib
+                else f"weights below {before - reserve:.2f} GiB a GPU"
+            ),
             "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
         )
     chosen = parse_list(strategies or [kind() for kind in STRATEGIES.values()])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shadowkv_lab import data, hardware
-from shadowkv_lab.errors import LoadDoesNotFit, NoPrediction, UnknownName
+from shadowkv_lab.errors import BackendCannotRun, LoadDoesNotFit, NoPrediction, UnknownName
 from shadowkv_lab.geometry import Geometry, load
 from shadowkv_lab.predict.budget import budget
 from shadowkv_lab.predict.rest import Rest, rest_from
@@ -100,7 +100,9 @@ def contenders(model: "str | Geometry" = "glm-5", card: str = "rtx-pro-6000-serv
                strategies: "Sequence[str | Strategy] | None" = None, *, anchor: str = "case",
                rest: Rest | None = None, kv_gib: float | None = None, tensor_parallel: int = 8,
                **options) -> list[Contender]:  # fmt: skip
-    """Each strategy with its capacity on this card and its step, or `LoadDoesNotFit`.
+    """Each strategy with its capacity on this card and its step.
+
+    Raises `LoadDoesNotFit`, and `BackendCannotRun` for a strategy that no kernel serves there.
 
     `rest` is your own; else `anchor` names a published one. `kv_gib` is a log's KV size; without
     it the case's model and card have the case's 25.49 GiB, and others what the engine's rule
@@ -112,11 +114,15 @@ def contenders(model: "str | Geometry" = "glm-5", card: str = "rtx-pro-6000-serv
     if kv_gib is None and card.name in case["gpu"] and geometry.name == load(case["model"]).name:
         kv_gib = case["pool_gib"]
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
+    heads = geometry.heads_per_gpu(tensor_parallel)
+    for s in chosen:
+        if why := s.barred(geometry, heads, card.compute_capability):
+            raise BackendCannotRun(f"{s.title} on {card.title}: {why}", remedy="Leave it out")
     plan = budget(geometry, card, tensor_parallel, strategies=chosen, kv_gib=kv_gib, **options)
     rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
     return [
-        Contender(s.label, plan.of(s).tokens, _step(s, geometry, card, plan.of(s).tokens, rest,
-                                                    geometry.heads_per_gpu(tensor_parallel)))
+        Contender(s.label, plan.of(s).tokens,
+                  _step(s, geometry, card, plan.of(s).tokens, rest, heads))
         for s in chosen
     ]  # fmt: skip
 

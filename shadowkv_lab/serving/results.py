@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shadowkv_lab.serving.traffic import Traffic
 
 PERCENTILES = (50, 90, 99)
+MOST_FS = 2**63 - 1
 
 
 class Spread(NamedTuple):
@@ -69,8 +70,11 @@ class Log:
         self.decode_steps += steps
 
     def gap(self, fs: int) -> None:
-        """One token after a preemption, so long after the one before."""
-        for column, value in zip(self.gap_runs, (1, fs, 0, 1), strict=True):
+        """One token after a preemption, so long after the one before.
+
+        The percentiles count a gap of over 2.6 hours, the end of int64, as 2.6 hours.
+        """
+        for column, value in zip(self.gap_runs, (1, min(fs, MOST_FS), 0, 1), strict=True):
             column.append(value)
         self.gap_count += 1
         self.gap_total += fs

@@ -51,6 +51,10 @@ class Strategy:
         """The strategy of one layer; itself unless layers differ."""
         return self
 
+    def barred(self, geometry: Geometry, heads: int, compute_capability: tuple[int, int]) -> str:
+        """Why no kernel can read this on such a card, by `kernels.rules`; empty if one can."""
+        return ""
+
     def moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
         """Bytes that one layer moves in one step."""
         raise NotImplementedError

@@ -33,11 +33,15 @@ CSS = """<style>
 
 @dataclass(frozen=True)
 class View:
-    """What one setting shows: figures, a line about them, and the numbers behind them."""
+    """What one setting shows: figures, a line about them, and the numbers behind them.
+
+    `more` has the tables of figures that `table` says nothing of, by name.
+    """
 
     figures: Sequence[go.Figure]
     note: str = ""
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
+    more: dict[str, pd.DataFrame] = field(default_factory=dict)
 
 
 class Cancelled(Exception):
@@ -49,15 +53,16 @@ class App:
 
     `build` runs at once, or in one worker where `slow(settings)` says so: then results are grey
     while it works, `report(text, done)` shows progress, and a newer setting cancels an older one.
-    A `LabError` is shown in its own words above the last good view. `call` is the function whose
-    arguments are the controls, so that the line below the figures reproduces the view.
+    A `LabError` is shown in its own words above the last good view. `call` is the full name of the
+    function whose arguments are the controls: the line below the figures imports and calls it.
     """
 
     def __init__(self, call: str, controls: dict[str, w.Widget],
                  build: Callable[[dict, Callable, Callable[[], bool]], View],
                  slow: Callable[[dict], bool] = lambda settings: False,
                  columns: int = 2):  # fmt: skip
-        self.call, self.controls, self.build, self.slow = call, controls, build, slow
+        self.module, _, self.name = call.rpartition(".")
+        self.controls, self.build, self.slow = controls, build, slow
         self.defaults = {name: control.value for name, control in controls.items()}
         self.turn, self.worker, self.view = 0, None, View([])
         self._lock = threading.Lock()
@@ -95,19 +100,29 @@ class App:
         self.refresh()
 
     def save(self) -> None:
-        """Write the view's numbers (CSV) and figures (PNG) under out/, beside earlier ones."""
+        """Write numbers (CSV), figures (PNG) and the setting under out/, beside earlier ones.
+
+        What is shown below an error, or in grey, is an older setting's: that is not saved.
+        """
+        if self.error.value or self._stale:
+            self.status.value = "not saved: the figures are not those of this setting"
+            return
         try:
-            self.status.value = html.escape(self._save(Path("out"), self.call.rpartition(".")[2]))
+            self.status.value = html.escape(self._save(Path("out"), self.name))
         except OSError as error:
             told = CannotWrite(f"The view was not saved: {error}", "a folder that can be written")
             self.error.value = _in_place(told)
 
     def _save(self, folder: Path, name: str) -> str:
         folder.mkdir(exist_ok=True)
-        (folder / ".gitignore").write_text("*\n")
+        if not (folder / ".gitignore").exists():
+            (folder / ".gitignore").write_text("*\n")
         number = next(n for n in itertools.count(1) if not (folder / f"{name}-{n}.csv").exists())
         path = folder / f"{name}-{number}.csv"
-        self.view.table.to_csv(path, index=False)
+        _to_csv(self.view.table, path)
+        for more, table in self.view.more.items():
+            _to_csv(table, path.with_name(f"{path.stem}-{more}.csv"))
+        path.with_suffix(".py").write_text(f"{self.line}\n")
         pictures = [picture for fig in self.view.figures if (picture := display.png(fig))]
         for letter, picture in zip(string.ascii_lowercase, pictures, strict=False):
             path.with_name(f"{path.stem}{letter}.png").write_bytes(picture)
@@ -118,7 +133,8 @@ class App:
         """Show the current setting; the last one wins."""
         settings = self.settings
         arguments = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
-        line = html.escape(f"{self.call}({arguments})", quote=False)
+        self.line = f"from {self.module} import {self.name}; {self.name}({arguments})"
+        line = html.escape(self.line, quote=False)
         self.code.value = f'To show the same: <code class="shadowkv-code">{line}</code>'
         with self._lock:
             self.turn += 1
@@ -215,6 +231,12 @@ class App:
         finally:
             for control in self.controls.values():
                 control.observe(self._changed, names="value")
+
+
+def _to_csv(table: pd.DataFrame, path: Path) -> None:
+    """With the index where it is names, without it where it only counts."""
+    named = pd.api.types.is_string_dtype(table.index)
+    table.to_csv(path, index=named, index_label=(table.index.name or "name") if named else None)
 
 
 def _columns(count: int) -> w.Layout:

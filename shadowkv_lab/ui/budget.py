@@ -1,5 +1,7 @@
 """The memory budget's figures and its application."""
 
+import html
+
 import ipywidgets as w
 import pandas as pd
 import plotly.graph_objects as go
@@ -8,7 +10,7 @@ from shadowkv_lab import geometry, hardware
 from shadowkv_lab.predict import logs
 from shadowkv_lab.predict.budget import GIB, Budget, budget
 from shadowkv_lab.predict.case import published
-from shadowkv_lab.strategies import STRATEGIES
+from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import style
 from shadowkv_lab.ui.app import App, View
 from shadowkv_lab.ui.controls import LABEL, check, menu, number, slider
@@ -90,6 +92,10 @@ def tokens_that_fit(plan: Budget) -> go.Figure:
     return fig
 
 
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
 def table(plan: Budget) -> pd.DataFrame:
     """A plan's strategies, ready to be read."""
     names = {
@@ -107,16 +113,30 @@ def budget_view(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_p
                 log: str = "") -> View:  # fmt: skip
     """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
     shape = geometry.load(model)
-    kinds = {name: "+".join(kind.kinds) for name, kind in STRATEGIES.items()}
+    case, card = published("case"), hardware.card(gpu)
+    heads = shape.heads_per_gpu(tensor_parallel)
+    kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
+    barred = {n: why for n in kept
+              if (why := parse(n).barred(shape, heads, card.compute_capability))}  # fmt: skip
+    as_case = weights_gib is None or weights_gib == case["weights_gib"]
+    known = {"weights_gib"} if as_case and shape.name == case["model"] else set()
+    if kv_gib == case["pool_gib"] and known and card.name in case["gpu"]:
+        known.add("kv_gib")
     options = dict(
         tensor_parallel=tensor_parallel, weights_gib=weights_gib, engine=engine,
         mem_fraction_static=mem_fraction_static, kv_gib=kv_gib or None, concurrency=concurrency,
-        context=context, index=index, mtp=mtp,
-        strategies=[n for n, kind in kinds.items() if dtype in ("all", kind)],
+        context=context, index=index, mtp=mtp, strategies=[n for n in kept if n not in barred],
     )  # fmt: skip
     read = logs.parse(log) if log.strip() else None
-    plan = logs.from_log(read, shape, gpu, **options) if read else budget(shape, gpu, **options)
+    if read:
+        plan = logs.from_log(read, shape, gpu, **options)
+    else:
+        plan = budget(shape, gpu, **options, recorded=known)
     note = "<pre>" + plan.formula + "</pre>"
+    if as_case and (shape.name != case["model"] or tensor_parallel != case["tensor_parallel"]):
+        note += (f"The weights are the case's {case['weights_gib']} GiB, not {shape.name}'s on "
+                 f"{tensor_parallel} GPUs: type your own. ")  # fmt: skip
+    note += "".join(f"Left out: {style.title(n)}. {html.escape(why)} " for n, why in barred.items())
     if read:
         note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
     return View([memory_stack(plan), tokens_that_fit(plan)], note, table(plan))
@@ -140,11 +160,11 @@ def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_para
         "gpu": menu("GPU", cards, gpu),
         "tensor_parallel": menu("GPUs (TP)", [1, 2, 4, 8, 16], tensor_parallel),
         "dtype": menu("KV dtype", STORAGES, dtype),
-        "weights_gib": number("weights, GiB/GPU", weights_gib or case["weights_gib"], 0.5),
+        "weights_gib": number("weights, GiB/GPU", _or(weights_gib, case["weights_gib"]), 0.5),
         "mem_fraction_static": number(
-            "memory fraction", mem_fraction_static or case["mem_fraction_static"], 0.01
+            "memory fraction", _or(mem_fraction_static, case["mem_fraction_static"]), 0.01
         ),
-        "kv_gib": number("KV, GiB (0: rule)", case["pool_gib"] if kv_gib is None else kv_gib, 0.5),
+        "kv_gib": number("KV, GiB (0: rule)", _or(kv_gib, case["pool_gib"]), 0.5),
         "engine": menu("engine's rule", ["sglang", "vllm"], engine),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
@@ -154,4 +174,8 @@ def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_para
                           placeholder="paste SGLang's or vLLM's start-up log here",
                           continuous_update=False),
     }  # fmt: skip
-    return App("budget_app", controls, lambda settings, report, cancelled: budget_view(**settings))
+    return App(
+        "shadowkv_lab.ui.budget.budget_app",
+        controls,
+        lambda settings, report, cancelled: budget_view(**settings),
+    )

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from shadowkv_lab import data, geometry, hardware
-from shadowkv_lab.errors import BadRecord
+from shadowkv_lab.errors import BadRecord, BadSize
 from shadowkv_lab.measure import decode, records
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import figures
@@ -103,6 +103,8 @@ def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: i
                   concurrency: int = 1, context: int = 1024,
                   strategies: tuple[str, ...] = tuple(STRATEGIES)) -> View:  # fmt: skip
     """The recorded run nearest to a setting, and its neighbours along each axis."""
+    if min(pool_tokens, concurrency, context) < 1:
+        raise BadSize(f"A pool of {pool_tokens}, {concurrency} x {context}", "1 or more of each")
     runs = recorded(model, heads or geometry.load(model).heads_per_gpu(8))
     runs = runs[runs.strategy.isin(strategies)]
     if runs.empty:
@@ -120,6 +122,8 @@ def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: i
 def measured_view(bench: decode.Bench, pool_tokens: int, concurrency: int, context: int,
                   strategies: tuple[str, ...], seen: list[records.Run]) -> View:  # fmt: skip
     """Measure a setting here; `seen` gathers this session's runs, drawn as the neighbours."""
+    if not strategies:
+        raise BadSize("No strategy is chosen", "one or more", "Choose some in the list")
     chosen = [parse(s) for s in strategies]
     try:
         new = list(decode.measure(bench, chosen, [pool_tokens], [(concurrency, context)]))
@@ -189,7 +193,8 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
     model = shape.name if shape.name in known else str(model)  # or the path of a config.json
     runnable = [n for n in STRATEGIES if device.type == "cuda" or not STRATEGIES[n].needs]
     largest = _largest_pool(shape, device)
-    pool_tokens = pool_tokens or (495_616 if not live or largest >= 495_616 else largest)
+    if pool_tokens is None:
+        pool_tokens = 495_616 if not live or largest >= 495_616 else largest
     files = sorted(p.name for p in (data.DATA / "pools").glob("*.safetensors"))
     names, own = list(dict.fromkeys([SYNTHETIC, *files, rows])), shape.heads_per_gpu(8)
     devices = {d: f"{d}: {hardware.device_title(d)}" for d in hardware.devices()}
@@ -198,10 +203,11 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         "pool_tokens": slider("pool size", _pool_sizes(largest), pool_tokens, "slots"),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
-        "heads": menu("heads a GPU", sorted({*HEADS, own}), heads or own),
+        "heads": menu("heads a GPU", sorted({*HEADS, own}), own if heads is None else heads),
         "rows": menu("rows", names, rows),
         "strategies": several("strategies", [*STRATEGIES],
-                              strategies or (runnable if live else STRATEGIES)),
+                              (runnable if live else STRATEGIES) if strategies is None
+                              else strategies),
         "device": menu("device", devices, str(device)),
         "live": check("measure on this device", live),
     }  # fmt: skip
@@ -226,7 +232,7 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         seen[:] = fitting
         return view
 
-    return App("explorer", controls, build, slow=lambda settings: settings["live"])
+    return App("shadowkv_lab.explorer", controls, build, slow=lambda settings: settings["live"])
 
 
 def _rows(name: str, shape: geometry.Geometry, pool_tokens: int) -> dict:

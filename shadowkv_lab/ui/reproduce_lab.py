@@ -1,10 +1,12 @@
 """The reproduction as an application: the case's verdict, and a user's own two TPOTs."""
 
 import dataclasses
+import math
 
 import ipywidgets as w
 
 from shadowkv_lab import hardware
+from shadowkv_lab.errors import BadSize
 from shadowkv_lab.predict import case, hypotheses, verdict
 from shadowkv_lab.ui import reproduce
 from shadowkv_lab.ui.app import App, View
@@ -24,6 +26,8 @@ def reproduction_view(gpu: str = CARD, context: int = 1024, concurrency: int = 1
     `rest_ms` at one request replaces the derived one where it is above 0; `rest_grows` adds the
     experts that more requests read. A `cast_ms` of 0 scales the case's own by bytes.
     """
+    if not (math.isfinite(rest_ms) and rest_ms >= 0):
+        raise BadSize(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
     rest = verdict.case_rest(gpu, context)
     if rest_ms:
         at_one = rest_ms - rest.expert_ms * rest.per_token
@@ -39,7 +43,7 @@ def reproduction_view(gpu: str = CARD, context: int = 1024, concurrency: int = 1
         reproduce.hypotheses_bars(table, of),
     ]
     note = f"{hypotheses.in_words(of, table)} Rest: {rest.how}; {rest.provenance}."
-    return View(figures, note, found)
+    return View(figures, note, found, {"hypotheses": table})
 
 
 def reproduction_app(**start) -> w.Widget:
@@ -70,4 +74,4 @@ def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms
     def build(settings, report, cancelled) -> View:
         return reproduction_view(**settings)
 
-    return App("reproduction_app", controls, build, columns=1)
+    return App("shadowkv_lab.ui.reproduce_lab.reproduction_app", controls, build, columns=1)

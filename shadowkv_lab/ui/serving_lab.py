@@ -4,7 +4,7 @@ import ipywidgets as w
 import pandas as pd
 
 from shadowkv_lab import geometry, hardware
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import BadSize, CannotBeServed
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders, engine
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, simulate
@@ -66,6 +66,9 @@ def traffic_view(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
     drawn = lengths_of(lengths, prompt_tokens, output_tokens)
     load = traffic_of(arrivals, rate, concurrency, drawn)
     runs = [simulate(engine(c), load) for c in found]
+    if not any(run.finished for run in runs):
+        raise CannotBeServed(f"No request fits: {runs[0].refusals()[0]}",
+                             "shorter requests, or a larger pool")  # fmt: skip
     shown = [serving_runs.kv_use(runs)]
     if arrivals == "closed loop":
         plain = next((c for c in found if c.name == "bf16_pool"), found[-1])
@@ -98,7 +101,9 @@ def loads_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurr
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "context": slider("context", CONTEXTS, context, "tokens"),
     }
-    return App("serving_lab.loads", controls, lambda s, report, cancelled: load_view(**s))
+    return App(
+        "shadowkv_lab.ui.serving_lab.loads", controls, lambda s, report, cancelled: load_view(**s)
+    )
 
 
 def traffics_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
@@ -115,7 +120,11 @@ def traffics_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
         "prompt_tokens": slider("fixed prompt", TOKENS, prompt_tokens, "tokens"),
         "output_tokens": slider("fixed output", TOKENS, output_tokens, "tokens"),
     }
-    return App("serving_lab.traffics", controls, lambda s, report, cancelled: traffic_view(**s))
+    return App(
+        "shadowkv_lab.ui.serving_lab.traffics",
+        controls,
+        lambda s, report, cancelled: traffic_view(**s),
+    )
 
 
 def _common(model: str, gpu: str, rest: str, strategies: tuple[str, ...]) -> dict[str, w.Widget]:

@@ -1,5 +1,6 @@
 """Figures and tables of simulated runs: the pressure cliff, KV use over time, objectives met."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -25,11 +26,11 @@ def cliff(contender: Contender, load: traffic.Traffic, capacities: dict[str, int
     sizes = sorted({*(round(largest * s) for s in shares), *capacities.values()})
     server = engine(contender)
     runs = [simulate(replace(server, capacity_tokens=n), load, overload=True) for n in sizes]
-    each = [100 * r.scheduler.preemptions / len(load) for r in runs]
+    each = [None if r.refused else 100 * r.scheduler.preemptions / len(load) for r in runs]
     again = [r.scheduler.recomputed_tokens / int(load.prompt_tokens.sum()) for r in runs]
-    free = min((n for n, e in zip(sizes, each, strict=True) if not e), default=None)
-    finding = (f"From {free:,} tokens on nobody is preempted" if free else
-               "Every capacity here preempts")  # fmt: skip
+    calm = list(itertools.takewhile(lambda i: each[i] == 0, reversed(range(len(sizes)))))
+    finding = (f"From {sizes[calm[-1]]:,} tokens on nobody is preempted" if calm else
+               "Every capacity here preempts or refuses requests")  # fmt: skip
     fig = style.figure(
         heading(finding, f"{load.name}; every point with the step of "
                 f"{style.title(contender.name)}, {runs[0].provenance}"),
@@ -44,10 +45,14 @@ def cliff(contender: Contender, load: traffic.Traffic, capacities: dict[str, int
     for i, (name, tokens) in enumerate(capacities.items()):
         fig.add_scatter(
             x=[tokens], y=[each[sizes.index(tokens)]], mode="markers",
-            name=f"{style.title(name)}: {tokens:,} tokens, {each[sizes.index(tokens)]:.0f}",
+            name=f"{style.title(name)}: {tokens:,} tokens, {_said(each[sizes.index(tokens)])}",
             marker={"size": max(8, 20 - 3 * i), "color": style.colour(name)}, hoverinfo="skip",
         )  # fmt: skip
     return fig
+
+
+def _said(preemptions: float | None) -> str:
+    return "refuses requests" if preemptions is None else f"{preemptions:.0f}"
 
 
 def kv_use(runs: Sequence[Results]) -> go.Figure:
@@ -87,7 +92,7 @@ def kv_use(runs: Sequence[Results]) -> go.Figure:
 
 def _thinned(at: np.ndarray, values: np.ndarray, most: int = 120) -> tuple:
     """At most so many points, each the highest of as many neighbours; the last one stays."""
-    size = -(-len(at) // most)
+    size = max(1, -(-len(at) // most))
     kept = [i + int(values[i : i + size].argmax()) for i in range(0, len(at), size)]
     kept = [*kept, len(at) - 1] if kept and kept[-1] < len(at) - 1 else kept
     return at[kept].round(2), values[kept].round(4)

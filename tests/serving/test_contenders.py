@@ -1,5 +1,7 @@
 """Contenders from budget and prediction; the lab's figures and widgets over them."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -107,3 +109,22 @@ def test_every_setting_of_the_closed_form_shows_something():
             assert not app.error.value or "DoesNotFit" in app.error.value
     app.controls["strategies"].value = ()
     assert "No strategy is chosen" in app.error.value
+
+
+def test_where_requests_are_refused_the_cliff_and_the_traffic_say_so():
+    serving_lab = pytest.importorskip("shadowkv_lab.ui.serving_lab")
+    view = serving_lab.traffic_view(lengths="fixed", prompt_tokens=65_536, output_tokens=256)
+    cliff = view.figures[1]
+    served = [x for x, y in zip(cliff.data[0].x, cliff.data[0].y, strict=True) if y is not None]
+    assert min(served) >= 65_792, "one request needs so many rows"
+    claimed = re.search(r"From ([\d,]+) tokens", cliff.layout.title.text)
+    assert claimed is None or int(claimed[1].replace(",", "")) >= 65_792
+    with pytest.raises(errors.CannotBeServed, match="No request fits"):
+        serving_lab.traffic_view(gpu="h100", lengths="fixed", prompt_tokens=65_536,
+                                 output_tokens=65_536, strategies=("shadow",))  # fmt: skip
+
+
+def test_gaps_of_many_hours_do_not_overflow():
+    serving_lab = pytest.importorskip("shadowkv_lab.ui.serving_lab")
+    view = serving_lab.traffic_view(lengths="fixed", output_tokens=65_536)
+    assert (view.table.p99_itl_ms > 0).all()

@@ -1,10 +1,13 @@
 """Start values of the applications: taken, or refused by a named error that lists the allowed."""
 
+import html
+
+import ipywidgets
 import pytest
 
 import shadowkv_lab
-from shadowkv_lab.errors import BadSize, UnknownName
-from shadowkv_lab.ui import budget, controls, reproduce_lab, serving_lab
+from shadowkv_lab.errors import BackendCannotRun, BadSize, BudgetDoesNotFit, UnknownName
+from shadowkv_lab.ui import budget, controls, decode_lab, reproduce_lab, serving_lab
 
 
 @pytest.mark.parametrize(
@@ -40,3 +43,60 @@ def test_a_start_value_between_a_sliders_own_joins_them():
     assert [v for _, v in found._options_full] == [512, 700, 1024] and found.value == 700
     assert found.options[1][0] == "700 tokens"
     assert controls.several("s", ["a", "b"], "b").value == ("b",)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        budget.make_app,
+        reproduce_lab.make_app,
+        serving_lab.loads_app,
+        lambda: decode_lab.make_app("glm-5", None, 1, 1024, None, None, False),
+    ],
+)
+def test_the_line_to_paste_runs_anywhere(make):
+    app = make()
+    scope = {}
+    exec(app.line.replace("; ", "\nwidget = ", 1), scope)
+    assert isinstance(scope["widget"], ipywidgets.VBox)
+    lines = [
+        child.value for child in scope["widget"].children if isinstance(child, ipywidgets.HTML)
+    ]
+    assert app.code.value in lines, "and shows the same setting"
+
+
+@pytest.mark.parametrize("rest_ms", [-5.0, float("nan"), float("inf")])
+def test_a_rest_that_is_none_is_refused(rest_ms):
+    with pytest.raises(BadSize, match="0 or more"):
+        reproduce_lab.reproduction_view(rest_ms=rest_ms)
+
+
+def test_an_empty_choice_and_sizes_below_one_are_refused():
+    app = decode_lab.make_app("glm-5", None, 1, 1024, None, (), False)
+    assert "BadRecord" in app.error.value and app.settings["strategies"] == ()
+    with pytest.raises(BadSize, match="one or more"):
+        decode_lab.measured_view(None, 64, 1, 1, (), [])
+    with pytest.raises(BadSize, match="1 or more"):
+        decode_lab.recorded_view(context=0)
+
+
+def test_the_budgets_words_follow_what_is_known():
+    app = budget.make_app()
+    assert "weights: 'mem usage' of one GPU [recorded]" in html.unescape(app.note.value)
+    app.controls["weights_gib"].value = 40.0
+    assert "weights: 'mem usage' of one GPU [assumed]" in html.unescape(app.note.value)
+    assert "type your own" in budget.budget_view("kimi-k2", "h200", 8).note
+    assert "type your own" not in budget.budget_view().note
+    with pytest.raises(BudgetDoesNotFit, match=r"up to 38\.53 GiB of KV"):
+        budget.budget_view(kv_gib=100.0)
+
+
+def test_a_strategy_that_no_kernel_serves_on_a_card_gets_no_numbers():
+    with pytest.raises(BackendCannotRun, match="SM90"):
+        serving_lab.load_view(strategies=("native_fp8", "full_cast"))
+    assert "native_fp8" in set(serving_lab.load_view(
+        gpu="h200", strategies=("native_fp8",)).table.strategy)  # fmt: skip
+    view = budget.budget_view()
+    assert "native_fp8" not in set(view.table.strategy)
+    assert "Left out: native FP8" in view.note
+    assert "native_fp8" in set(budget.budget_view(gpu="h200", kv_gib=40.0).table.strategy)

@@ -217,6 +217,15 @@ def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, mo
     assert (tmp_path / "out/explorer-2.csv").read_text() != first
     assert {p.name for p in (tmp_path / "out").glob("explorer-2*.png")} == {
         f"explorer-2{letter}.png" for letter in "abcd"}  # fmt: skip
+    assert (tmp_path / "out/explorer-2.py").read_text() == f"{app.line}\n"
+    (tmp_path / "out/.gitignore").write_text("mine")
+    app.controls["strategies"].value = ()
+    app.save()
+    assert "not saved" in app.status.value, "below an error the figures are an older setting's"
+    app.reset()
+    app.save()
+    assert (tmp_path / "out/explorer-3.csv").exists()
+    assert (tmp_path / "out/.gitignore").read_text() == "mine"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -250,9 +259,10 @@ def test_an_unexpected_error_is_shown_and_ends_the_work(slow, monkeypatch):
 def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
     app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
     app.controls["concurrency"].value = 8
-    line = html.unescape(re.search(r"<code[^>]*>explorer(.*)</code>", app.code.value)[1])
-    arguments = eval(f"dict{line}")
-    again = decode_lab.make_app(**arguments)
+    line = html.unescape(re.search(r"<code[^>]*>(.*)</code>", app.code.value)[1])
+    start, _, arguments = line.partition("; explorer")
+    assert start == "from shadowkv_lab import explorer"
+    again = decode_lab.make_app(**eval(f"dict{arguments}"))
     assert again.settings == app.settings
     assert bars(again.view.figures[0]) == bars(app.view.figures[0])
 
