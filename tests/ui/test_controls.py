@@ -3,11 +3,12 @@
 import html
 
 import ipywidgets
+import pandas as pd
 import pytest
 
 import shadowkv_lab
 from shadowkv_lab.errors import BackendCannotRun, BadSize, BudgetDoesNotFit, UnknownName
-from shadowkv_lab.ui import budget, controls, decode_lab, reproduce_lab, serving_lab
+from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab, serving_lab
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,19 @@ def test_an_empty_choice_and_sizes_below_one_are_refused():
         decode_lab.measured_view(None, 64, 1, 1, (), [])
     with pytest.raises(BadSize, match="1 or more"):
         decode_lab.recorded_view(context=0)
+
+
+def test_a_saved_table_names_its_rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(display, "png", lambda fig: None)
+    for app, name, column in (
+        (serving_lab.traffics_app(), "traffics-1", "name"),
+        (reproduce_lab.make_app(), "reproduction_app-1-hypotheses", "hypothesis"),
+    ):
+        app.save()
+        assert "no Chromium" in app.status.value
+        table = pd.read_csv(tmp_path / "out" / f"{name}.csv")
+        assert table.columns[0] == column and table[column].notna().all()
 
 
 def test_the_budgets_words_follow_what_is_known():
