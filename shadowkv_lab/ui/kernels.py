@@ -13,11 +13,10 @@ from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import style
 
 OURS = ("cast", "append", "gather_cast", "fused_fp8")
-# A peer's colour is that of the strategy whose bytes it moves.
-FAMILY = {"cast": "vector_cast", "torch copy_": "full_cast", "torch.compile": "bf16_pool",
-          "gather_cast": "gather_cast", "torch index_select + to": "full_cast",
-          "fused_fp8": "fused_fp8", "flashinfer bf16": "bf16_pool",
-          "flashinfer native_fp8": "native_fp8"}  # fmt: skip
+# A kernel has the colour of the strategy that uses it; the others have one of no strategy.
+FAMILY = {"cast": "vector_cast", "torch copy_": "full_cast", "gather_cast": "gather_cast",
+          "flashinfer bf16": "bf16_pool", "flashinfer native_fp8": "native_fp8"}  # fmt: skip
+OTHER = {"torch.compile": style.OTHERS[0], "torch index_select + to": style.OTHERS[1]}
 
 
 def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
@@ -80,10 +79,31 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
     floor = ours[ours.kernel == "fused_fp8"]
     fig.add_scatter(
         x=floor["shape"], y=floor.bytes / origin["copy_gb_per_s"] / 1e6, mode="markers",
-        name="FP8 bytes at copy speed", marker=dict(symbol="line-ew-open", size=34, color="#000"),
-        hovertemplate="floor %{y:.2f} ms<extra></extra>",
+        marker=dict(symbol="line-ew-open", size=34, color="#bbbbbb", line_width=4),
+        name="FP8 bytes at copy speed", hovertemplate="floor %{y:.2f} ms<extra></extra>",
+        offsetgroup="fused_fp8",
     )  # fmt: skip
-    return fig.update_layout(barmode="group")
+    return fig.update_layout(barmode="group", scattermode="group")
+
+
+def limits(heads: int = 8, path: str | Path = data.RUNS / "h200_ncu.json") -> str:
+    """What ncu found of the decode with so many heads, in a sentence. Raises `BadRecord`."""
+    try:
+        entry = json.loads(Path(path).read_text())
+        seen = {k["heads"]: k for k in entry["kernels"]}
+        k = seen[min(seen, key=lambda n: abs(n - heads))]
+        return (
+            f"At {k['shape']} and {k['heads']} heads ncu finds memory {k['memory_percent']:.0f} % "
+            f"busy, shared memory {k['shared_percent']:.0f} % and issue slots "
+            f"{k['issue_percent']:.0f} % ({entry['origin']['device']}, its clock locked at "
+            f"{entry['origin']['sm_clock_mhz'] / 1000:.2f} GHz). {k['registers']} registers a "
+            f"thread and {k['shared_kb']:.0f} KB a block allow {k['warps_per_sm']} warps on a "
+            "multiprocessor, too few to hide every load: the rest is waiting."
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadRecord(
+            f"{path} is no record of ncu's ({error!r})", "data/runs/*_ncu.json"
+        ) from None
 
 
 def _better(rows: pd.DataFrame) -> pd.DataFrame:
@@ -113,8 +133,8 @@ def _bars(rows: pd.DataFrame, heading: str, ceiling: float) -> go.Figure:
 
 def _bar(fig: go.Figure, kernel: str, part: pd.DataFrame, y: pd.Series, hover: str) -> None:
     fig.add_bar(
-        x=part["shape"], y=y, name=kernel, customdata=part[["gb_per_s", "ms"]],
-        marker=dict(color=style.colour(FAMILY.get(kernel, kernel)),
+        x=part["shape"], y=y, name=kernel, customdata=part[["gb_per_s", "ms"]], offsetgroup=kernel,
+        marker=dict(color=OTHER.get(kernel) or style.colour(FAMILY.get(kernel, kernel)),
                     pattern=dict(shape=style.PATTERNS["recorded"], size=6)),
         hovertemplate=f"{kernel}, %{{x}}: {hover}, recorded<extra></extra>",
     )  # fmt: skip

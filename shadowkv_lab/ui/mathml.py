@@ -28,7 +28,7 @@ def convert(tex: str, block: bool = False) -> str:
     source = html.escape(tex.strip(), quote=False)
     try:
         body = _row(_Tokens(tex.strip()), None)
-    except (NotSupported, IndexError):
+    except (NotSupported, IndexError, RecursionError):
         return f'<code class="tex">{source}</code>'
     display = ' display="block"' if block else ""
     return f'<math{display} title="{html.escape(tex.strip())}">{body}</math>'
@@ -68,6 +68,8 @@ def _scripts(base: str, tokens: _Tokens) -> str:
     found = {}
     while tokens.peek() in ("_", "^"):
         mark = tokens.pop()
+        if len(first := tokens.peek() or "") > 1 and first[0].isdigit():
+            tokens.rest[:1] = [first[0], first[1:]]  # a script is one digit, as in TeX
         found[mark] = _atom(tokens)
     if len(found) == 2:
         return f"<msubsup>{base}{found['_']}{found['^']}</msubsup>"
@@ -92,9 +94,14 @@ def _atom(tokens: _Tokens) -> str:
     if name in ("frac", "dfrac", "tfrac"):
         return f"<mfrac>{_atom(tokens)}{_atom(tokens)}</mfrac>"
     if name == "sqrt":
+        if tokens.peek() == "[":
+            raise NotSupported("a root of another degree")
         return f"<msqrt>{_atom(tokens)}</msqrt>"
     if name in ("left", "right", "big", "Big"):
         mark = tokens.pop().lstrip("\\")
+        mark = SYMBOLS.get(mark, mark)
+        if len(mark) > 1:
+            raise NotSupported(mark)
         return "" if mark == "." else f"<mo>{html.escape(mark)}</mo>"
     if name in SPACES:
         return f'<mspace width="{SPACES[name]}"></mspace>'

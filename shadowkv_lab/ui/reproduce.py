@@ -43,7 +43,7 @@ def case_steps() -> go.Figure:
     _bar(fig, names, [bare, bare, bare, peer.step_ms], "all but the cast", GREY, words)
     _bar(fig, names[:1], [of.cast_ms], "cast", style.colour("full_cast"), "recorded",
          [f"{of.cast_gb:.1f} GB at {1000 * of.cast_gb / of.cast_ms:,.0f} GB/s"])  # fmt: skip
-    _bar(fig, names[2:3], [of.still_ms], "unexplained", style.PALETTE[4], "calibrated")
+    _bar(fig, names[2:3], [of.still_ms], "unexplained", style.OTHERS[0], "calibrated")
     fig.update_layout(legend_y=-0.3)
     totals = [of.before_ms, bare, of.after_ms, peer.step_ms]
     totals_beside(fig, names, totals, [f"{t:.1f} ms, {1000 / t:.1f} tok/s" for t in totals])
@@ -104,10 +104,10 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     near = [p and abs(d) <= hypotheses.NEAR_MS for p, d in zip(possible, table.off_ms, strict=True)]
     fig = style.figure(
         f"{sum(near)} of {len(table)} hypotheses reach {of.after_ms:.1f} ms and are possible on "
-        "both cards<br><sup>within the rounding of what was published; none is established</sup>",
+        f"both cards<br><sup>to within {hypotheses.NEAR_MS} ms; none is established</sup>",
         "TPOT that the hypothesis predicts (ms)", "",
     )  # fmt: skip
-    for ok, name, colour in ((True, "possible on both cards", style.PALETTE[1]),
+    for ok, name, colour in ((True, "possible on both cards", style.OTHERS[2]),
                              (False, "not on both cards", GREY)):  # fmt: skip
         rows = table[[p == ok for p in possible]]
         _bar(fig, list(rows.hypothesis), rows.tpot_ms, name, colour, "calibrated",
@@ -150,7 +150,7 @@ def profile_bars(profiles: list[Profile], rest: Rest) -> go.Figure:
         fig.add_bar(
             y=names, x=[100 * f.share if f is not None else None for f in found], orientation="h",
             name=short_name(kernel, 70), marker=dict(
-                color=style.PALETTE[i % len(style.PALETTE)], line=dict(color="white", width=1),
+                color=style.OTHERS[i % len(style.OTHERS)], line=dict(color="white", width=1),
                 pattern=dict(shape=style.PATTERNS[first.provenance], size=18, solidity=0.1)),
             customdata=[(0, 0, "") if f is None else (f.ms, f.calls, kernel[:160]) for f in found],
             hovertemplate="%{customdata[2]}<br>%{x:.1f} %, %{customdata[0]:.2f} ms in "
@@ -230,7 +230,7 @@ def rest_over_context(table: pd.DataFrame) -> go.Figure:
         "context (tokens)", "ms", log_x=True, height=320,
     )  # fmt: skip
     for column, name, colour in (("rest_ms", "rest", DARK),
-                                 ("attention_ms", "attention", style.PALETTE[1])):  # fmt: skip
+                                 ("attention_ms", "attention", style.OTHERS[2])):  # fmt: skip
         fig.add_scatter(x=table.context.tolist(), y=table[column].tolist(), name=f"{name}, assumed",
                         mode="lines+markers",
                         line=dict(color=colour, dash=style.DASHES["assumed"]))  # fmt: skip

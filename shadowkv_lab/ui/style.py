@@ -8,6 +8,7 @@ from shadowkv_lab.strategies import STRATEGIES
 # then three of Paul Tol's "muted" set.
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
            "#882255", "#999933", "#332288")  # fmt: skip
+OTHERS = (*PALETTE[len(STRATEGIES) :], "#777777", "#bbbbbb")  # for what is no strategy
 
 # Where a number comes from, by word and by fill pattern; never by colour.
 PATTERNS = {"measured": "", "recorded": "/", "calibrated": "x", "assumed": "."}

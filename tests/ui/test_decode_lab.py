@@ -1,6 +1,7 @@
 """The decode lab without a browser: settings in, figures whose bars are the runs' own numbers."""
 
 import html
+import json
 import re
 import threading
 from pathlib import Path
@@ -9,6 +10,7 @@ import ipywidgets as w
 import plotly.graph_objects as go
 import pytest
 
+from shadowkv_lab import data
 from shadowkv_lab.errors import BadRecord, LabError
 from shadowkv_lab.measure import records
 from shadowkv_lab.strategies import STRATEGIES
@@ -189,6 +191,35 @@ def test_ratios_by_head_count_are_those_of_the_rows():
         ms = rows[(rows["shape"] == shape) & (rows.heads == heads)].set_index("kernel").ms
         expected = ms["fused_fp8"] / ms.filter(like="bf16").min()
         assert table.loc[shape, heads] == pytest.approx(expected)
+
+
+def test_ncus_findings_are_told_as_they_were_recorded(tmp_path):
+    entry = json.loads((data.RUNS / "h200_ncu.json").read_text())
+    for kernel in entry["kernels"]:
+        told = kernels.limits(kernel["heads"])
+        for name in ("memory_percent", "shared_percent", "issue_percent"):
+            assert f"{kernel[name]:.0f} %" in told
+        # Registers alone: 65,536 of an SM over those of a warp, in blocks of four warps.
+        blocks = 65_536 // (kernel["registers"] // 8 * 8 + 8) // 128
+        assert f"allow {min(blocks, 227 // int(kernel['shared_kb'])) * 4} warps" in told
+    with pytest.raises(BadRecord):
+        kernels.limits(8, tmp_path / "none.json")
+
+
+def test_a_floor_stands_on_the_bar_whose_floor_it_is():
+    fig = kernels.decode_time(*kernels.recorded())
+    bars = {t.offsetgroup: t for t in fig.data if t.type == "bar"}
+    (floor,) = [t for t in fig.data if t.type == "scatter"]
+    assert fig.layout.scattermode == "group" and floor.offsetgroup == "fused_fp8" in bars
+    assert all(f < b for f, b in zip(floor.y, bars["fused_fp8"].y, strict=True))
+
+
+def test_what_is_no_strategy_has_no_strategys_colour():
+    taken = {style.colour(name) for name in STRATEGIES}
+    assert len(style.OTHERS) >= 5 and not taken & set(style.OTHERS)
+    fig = kernels.bandwidth(*kernels.recorded())
+    colours = [t.marker.color for t in fig.data if t.type == "bar"]
+    assert len(set(colours)) == len(colours)
 
 
 def test_the_readmes_steps_are_the_recorded_ones():
