@@ -117,9 +117,14 @@ def measure(
     )
     show(runs, dict(
         strategy="strategy", mode="mode", pool_tokens="pool", load="load", step_ms="step ms",
-        cast_ms="cast", attention_ms="attend", write_ms="write", residual_ms="resid.",
+        step_spread_ms="spread", cast_ms="cast", attention_ms="attend", write_ms="write",
+        residual_ms="resid.",
         kept_gib="GiB", error="error",
     ))  # fmt: skip
+    disturbed = [r["strategy"] for r in runs if records.is_noisy(
+        r["step_ms"], r["step_spread_ms"], r["residual_ms"])]  # fmt: skip
+    if disturbed:
+        console.print(f"noisy: {', '.join(dict.fromkeys(disturbed))}: {records.NOISY}")
 
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the lab's own code.")

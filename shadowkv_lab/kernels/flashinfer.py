@@ -32,7 +32,9 @@ class FlashInferAttention:
         if device.type != "cuda":
             raise KernelUnavailable(
                 f"flashinfer needs an NVIDIA GPU, this is {device}",
-                remedy="Use --backend reference",
+                remedy="Use --backend reference"
+                if reads == "bf16"
+                else "Choose another strategy, or run it on a GPU machine",
             )
         self.flashinfer = library()
         if variant == "auto":

@@ -182,7 +182,7 @@ def _versions(as_of: AsOf) -> dict[str, str | None]:
                 raise LabError(f"No rules were looked up for {library} {version}", f"{oldest} on")
         return {lib: as_of.get(lib) or max(days, key=_key) for lib, days in releases.items()}
     day = as_of.isoformat() if isinstance(as_of, date) else as_of or "9999"
-    if not re.fullmatch(r"\d{4}(-\d\d){0,2}", day):
+    if not re.fullmatch(r"\d{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?)?", day):
         raise LabError(f"{as_of!r} is not a day", "a date, '2026-02', '2026-02-28', or versions")
     # Cut to the precision given, so that '2026-02' means the whole month.
     known = {

@@ -77,6 +77,24 @@ class Run:
     schema: int = SCHEMA
 
 
+NOISE = 0.25
+NOISY = (
+    "the samples spread over more than a quarter of the step, or its phases do not add up to it: "
+    "other work ran, or the host sets the pace. Measure again on a quiet machine"
+)
+
+
+def is_noisy(step_ms: float, step_spread_ms: float, residual_ms: float) -> bool:
+    """Whether a step's times are too disturbed to be compared; `NOISY` says it in words."""
+    return max(step_spread_ms, abs(residual_ms)) > NOISE * step_ms
+
+
+def noisy(runs: pd.DataFrame) -> list[str]:
+    """The strategies among these runs whose times are too disturbed to be compared."""
+    rows = zip(runs.strategy, runs.step_ms, runs.step_spread_ms, runs.residual_ms, strict=True)
+    return list(dict.fromkeys(strategy for strategy, *times in rows if is_noisy(*times)))
+
+
 def origin(device: torch.device, copy_gb_per_s: float, read_gb_per_s: float,
            command: str | None = None) -> Origin:  # fmt: skip
     """The origin of a run made now on `device`."""

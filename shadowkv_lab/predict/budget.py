@@ -159,7 +159,7 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
             ),
             "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
         )
-    chosen = parse_list(strategies or [kind() for kind in STRATEGIES.values()])
+    chosen = parse_list(strategies) if strategies else runnable(geometry, card, tensor_parallel)
     # vLLM has taken graphs, page tables and activations off the KV cache already.
     left = reserve - (sum(t.gib for t in spent) if engine == "sglang" else 0)
     load_ = context, concurrency
@@ -198,6 +198,13 @@ def token_bytes(strategy: Strategy, geometry: Geometry, index: bool, mtp: bool) 
         + (geometry.mtp_layers * mtp_row if mtp else 0)
         + (index_layers * geometry.row_bytes("index") if index and geometry.dsa else 0)
     )
+
+
+def runnable(geometry: Geometry, card: Card, tensor_parallel: int = 8) -> list[Strategy]:
+    """Every strategy that some kernel serves on a card."""
+    heads = geometry.heads_per_gpu(tensor_parallel)
+    return [kind() for kind in STRATEGIES.values()
+            if not kind().barred(geometry, heads, card.compute_capability)]  # fmt: skip
 
 
 def _capacity(strategy, geometry, kv_gib, left_gib, context, concurrency, index, mtp, page_size):

@@ -138,6 +138,12 @@ def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
                      model=model, weights_gib=weights)  # fmt: skip
     if left is None:
         left = max(0.0, of.still_ms) / of.cast_ms
+    elif abs(other := of.still_ms - left * of.cast_ms) > hypotheses.NEAR_MS:
+        notes.append(
+            f"the traces leave {left * of.cast_ms:.1f} ms of the cast, the step times "
+            f"{of.still_ms:.1f}: the rest of the step became {abs(other):.1f} ms "
+            f"{'longer' if other > 0 else 'shorter'}"
+        )
     if cast_ms is None:
         notes.append(
             f"the cast before, {of.cast_ms:.1f} ms, is the case's scaled by bytes: assumed"

@@ -224,6 +224,8 @@ def run(device: "str | None" = None, out: "str | Path" = "out/reproduce", *,
     title = hardware.device_title(bench.device)
     here, there = as_runs(runs), recorded_runs(context=context)
     tables, notes = tables_of(pd.concat([here, there]) if len(there) else here, card, context)
+    if disturbed := records.noisy(here):
+        notes["measured"] += f" Noisy: {', '.join(disturbed)}; {records.NOISY}."
     if profile:
         traces = [out / f"trace_{name}.json.gz" for name in ("full_cast", "shadow")]
         seen = [profiled.profile_step(bench, name, pool_tokens, 1, context, trace)

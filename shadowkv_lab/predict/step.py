@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shadowkv_lab import hardware
-from shadowkv_lab.errors import BadSize, NoPrediction
+from shadowkv_lab.errors import BadSize, NoPrediction, UnknownName
 from shadowkv_lab.geometry import Geometry, load
 from shadowkv_lab.hardware import Card
 from shadowkv_lab.pool import check_load
@@ -134,6 +134,8 @@ def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit, backe
     if name in known:  # what flashinfer's "auto" takes: fa3 exists on SM90 only
         other = "fa2" if hardware.card(name).compute_capability[0] == 9 else "fa3"
         here = [k for k in here if other not in k[1]] or here
+    if not here and name not in {*known, *(k[2] for k in fitted.curves)}:
+        raise UnknownName("GPU", name, {*known, *(k[2] for k in fitted.curves)})
     if not here:
         raise NoPrediction(
             f"No recorded run bears on the {phase} of {strategy.label} on {name}",
@@ -216,6 +218,10 @@ def step_time(strategy: "Strategy | str", geometry: "Geometry | str", card: "Car
 
 def predict_all(geometry: "Geometry | str", card: "Card | str", pool_tokens: int, concurrency: int,
                 context: int, **options) -> list[StepPrediction]:  # fmt: skip
-    """Every registered strategy's prediction, in their order; `options` are those of `predict`."""
-    return [predict(kind(), geometry, card, pool_tokens, concurrency, context, **options)
-            for kind in STRATEGIES.values()]  # fmt: skip
+    """The prediction of every strategy that some kernel serves there; `options` of `predict`."""
+    shape, chosen = load(geometry), [kind() for kind in STRATEGIES.values()]
+    if (name := _name(card)) in hardware.known_cards():
+        heads = options.get("heads") or shape.heads_per_gpu(8)
+        capability = hardware.card(name).compute_capability
+        chosen = [s for s in chosen if not s.barred(shape, heads, capability)]
+    return [predict(s, shape, card, pool_tokens, concurrency, context, **options) for s in chosen]

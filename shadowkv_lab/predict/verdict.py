@@ -105,6 +105,7 @@ def sentence(row: dict, table: pd.DataFrame, card: hardware.Card,
         return (f"{gain} tok/s with every token kept; its {row['step_ms']:.1f} ms grow with the "
                 "live tokens, so it suits few and short requests.")  # fmt: skip
     if name == "fused_fp8":
+        run = "" if card.compute_capability[0] == 9 else " It was never run on this card."
         return (f"{gain} tok/s with every token kept: a kernel that reads FP8 leaves cast and "
-                "shadow nothing to save.")  # fmt: skip
+                f"shadow nothing to save.{run}")  # fmt: skip
     return f"{gain} tok/s, {row['tokens_that_fit']:,} tokens."

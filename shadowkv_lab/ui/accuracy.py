@@ -153,7 +153,7 @@ def model_bars(errors: Sequence[ModelError], geometry: Geometry, data: str) -> g
             x=[geometry.row_bytes(STORAGES[name].row_bytes)], y=[e.kl or None],
             mode="markers+text", text=[f"  same top-1: {e.top1:.1%}"], textposition="middle right",
             marker=dict(color=COLOURS[name], symbol=SYMBOLS[name], size=13),
-            name=f"{name}: perplexity {e.perplexity_difference:+.1f}",
+            name=f"{name}: perplexity {e.perplexity:.0f} ({e.perplexity_difference:+.1f})",
         )  # fmt: skip
     fig.update_layout(
         title_subtitle=dict(text=data, font=dict(size=12, color="#666")), margin=dict(t=80, b=110),

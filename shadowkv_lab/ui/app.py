@@ -64,7 +64,7 @@ class App:
         self.module, _, self.name = call.rpartition(".")
         self.controls, self.build, self.slow = controls, build, slow
         self.defaults = {name: control.value for name, control in controls.items()}
-        self.turn, self.worker, self.view = 0, None, View([])
+        self.turn, self.worker, self.view, self.line = 0, None, View([]), ""
         self._lock = threading.Lock()
         self._drawn: list[dict] = []
         self._stale = False
@@ -104,7 +104,7 @@ class App:
 
         What is shown below an error, or in grey, is an older setting's: that is not saved.
         """
-        if self.error.value or self._stale:
+        if self._stale:
             self.status.value = "not saved: the figures are not those of this setting"
             return
         try:
@@ -127,20 +127,18 @@ class App:
         for letter, picture in zip(string.ascii_lowercase, pictures, strict=False):
             path.with_name(f"{path.stem}{letter}.png").write_bytes(picture)
         lacking = "" if len(pictures) == len(self.view.figures) else "; no Chromium for pictures"
-        return f"saved {path} and {len(pictures)} PNG files{lacking}"
+        return f"saved {path} beside the notebook, and {len(pictures)} PNG files{lacking}"
 
     def refresh(self) -> None:
         """Show the current setting; the last one wins."""
         settings = self.settings
         arguments = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
-        self.line = f"from {self.module} import {self.name}; {self.name}({arguments})"
-        line = html.escape(self.line, quote=False)
-        self.code.value = f'To show the same: <code class="shadowkv-code">{line}</code>'
+        line = f"from {self.module} import {self.name}; {self.name}({arguments})"
         with self._lock:
             self.turn += 1
             turn = self.turn
         if not self.slow(settings):
-            self._work(settings, turn)
+            self._work(settings, line, turn)
             return
         self._grey(True)
         previous = self.worker
@@ -148,12 +146,12 @@ class App:
         def wait_then_work():
             if previous is not None:
                 previous.join()
-            self._work(settings, turn)
+            self._work(settings, line, turn)
 
         self.worker = threading.Thread(target=wait_then_work, daemon=True)
         self.worker.start()
 
-    def _work(self, settings: dict, turn: int) -> None:
+    def _work(self, settings: dict, line: str, turn: int) -> None:
         finished = threading.Event()
 
         def cancelled() -> bool:
@@ -188,14 +186,16 @@ class App:
         if isinstance(view, LabError):
             self._end(_in_place(view))
         else:
-            self.view, self.note.value = view, view.note
+            self.view, self.line, self.note.value = view, line, view.note
+            told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
+            self.code.value = f"To show the same: {told}"
             self._draw(view.figures)
             self._end()
 
     def _end(self, error: str = "") -> None:
-        """Nothing is worked on any more; what is shown is current, but for an error."""
+        """Nothing is worked on any more. Below an error, what is shown is an older setting's."""
         self.error.value, self.status.value, self.busy.layout.visibility = error, "", "hidden"
-        self._grey(False)
+        self._grey(bool(error))
 
     def _grey(self, stale: bool) -> None:
         """Mark the shown figures as those of an older setting, or as current again."""

@@ -95,8 +95,10 @@ def _note(runs: pd.DataFrame) -> str:
         f"<b>{cell.provenance}</b> on {cell['origin.device']}, {cell['origin.date'][:10]}, "
         f"torch {cell['origin.torch']}, attention: {', '.join(sorted(set(runs.backend)))}; pool "
         f"{cell.pool_tokens:,}, {cell.concurrency} x {cell.context:,}; worst relative error "
-        f"against float64 {runs.error.max():.1e}"
-    )
+        f"against float64 {runs.error.max():.1e}" + (
+            f". Noisy: {', '.join(disturbed)}; {records.NOISY}"
+            if (disturbed := records.noisy(runs)) else "")
+    )  # fmt: skip
 
 
 def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: int = 495_616,
@@ -157,6 +159,7 @@ def table(view: View) -> pd.DataFrame:
         "strategy": "strategy", "pool_tokens": "pool", "concurrency": "requests",
         "context": "context", "step_ms": "step ms", "cast_ms": "cast ms",
         "attention_ms": "attention ms", "write_ms": "write ms", "residual_ms": "residual ms",
+        "step_spread_ms": "spread ms",
         "kept_bytes": "kept GiB", "error": "error", "provenance": "provenance",
     }  # fmt: skip
     shown = view.table[[*names]].sort_values("step_ms")

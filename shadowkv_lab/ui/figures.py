@@ -3,6 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
+from shadowkv_lab.measure.records import noisy
 from shadowkv_lab.ui import style
 
 PHASES = {"cast_ms": "cast", "attention_ms": "attention", "write_ms": "write"}
@@ -50,6 +51,9 @@ def _marker(runs: pd.DataFrame) -> dict:
 def _ratio_title(runs: pd.DataFrame) -> str:
     where = f"pool {_same(runs.pool_tokens)}, {_same(runs.concurrency)} x {_same(runs.context)}"
     by_name = runs.set_index("strategy").step_ms
+    if disturbed := noisy(runs):
+        names = ", ".join(map(style.title, disturbed))
+        return f"Measured while other work ran: {names} cannot be compared<br><sup>{where}</sup>"
     if {"full_cast", "shadow"} <= set(by_name.index):
         ratio = by_name["full_cast"] / by_name["shadow"]
         return (

@@ -43,7 +43,7 @@ def load_view(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurr
     rows = [{"strategy": c.name, "capacity": c.capacity_tokens, "running":
              c.running(concurrency, context), "tokens/s": c.tokens_per_s(concurrency, context),
              "provenance": c.step.provenance} for c in found]  # fmt: skip
-    return View(shown, _note(rest, found), pd.DataFrame(rows))
+    return View(shown, _note(rest, gpu, found), pd.DataFrame(rows))
 
 
 def traffic_of(arrivals: str, rate: float, concurrency: int, lengths: traffic.Lengths,
@@ -77,7 +77,7 @@ def traffic_view(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
     else:
         shown.append(serving_runs.attainment(found, drawn, RATES))
     refused = [line for run in runs for line in run.refusals()]
-    note = f"{_note(rest, found)}; prefill: {PREFILL_SOURCE}, assumed here"
+    note = f"{_note(rest, gpu, found)}; prefill: {PREFILL_SOURCE}, assumed here"
     note += f"; lengths: {drawn.source}"
     if refused:
         note += f"; refused: {len(refused)}, such as {refused[0]}"
@@ -144,8 +144,12 @@ def _contenders(model, gpu, rest, strategies):
     return contenders(model, gpu, known, anchor=rest)
 
 
-def _note(rest: str, found) -> str:
+def _note(rest: str, gpu: str, found) -> str:
     """What the verdict rests on, in words."""
+    anew = [
+        c for c in found if c.name == "fused_fp8" and hardware.card(gpu).compute_capability[0] != 9
+    ]
     kept = ", ".join(f"{style.title(c.name)} {c.capacity_tokens:,}" for c in found)
     return (f"<b>{figures.source_of(found)}</b>: the rest at many requests was never measured; it "
-            f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}")  # fmt: skip
+            f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
+            + ("; the fused kernel was never run on this card" if anew else ""))  # fmt: skip

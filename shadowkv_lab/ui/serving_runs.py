@@ -110,9 +110,11 @@ def attainment(contenders: Sequence[Contender], lengths: traffic.Lengths, rates:
     shares = {name: [float(r.within(objective).sum()) / requests for r in runs]
               for name, runs in found.items()}  # fmt: skip
     most = {name: _highest(rates, ss, goal) for name, ss in shares.items()}
-    best = max(most, key=most.__getitem__)
-    finding = (f"{style.title(best)} keeps {goal:.0%} in time up to {most[best]:.2g} requests/s"
-               if most[best] else f"Nobody keeps {goal:.0%} of the requests in time")  # fmt: skip
+    highest = max(most.values())
+    ahead = [style.title(name) for name, rate in most.items() if rate >= 0.95 * highest]
+    verb = "keeps" if len(ahead) == 1 else "keep"
+    finding = (f"{' and '.join(ahead)} {verb} {goal:.0%} in time up to {highest:.2g} requests/s"
+               if highest else f"Nobody keeps {goal:.0%} of the requests in time")  # fmt: skip
     fig = style.figure(
         heading(finding, f"TTFT within {objective.ttft_ms / 1000:g} s, TPOT within "
                 f"{objective.tpot_ms:g} ms; {source_of(contenders)}"),

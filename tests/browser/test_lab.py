@@ -130,7 +130,8 @@ def test_save_this_view(decode, folder):
     shows(app, decode_lab.recorded_view())
     app.root.get_by_role("button", name="Save this view").focus()
     decode.page.keyboard.press("Enter")
-    expect(app.root).to_contain_text("saved out/explorer-1.csv and 4 PNG files", timeout=60_000)
+    said = "saved out/explorer-1.csv beside the notebook, and 4 PNG files"
+    expect(app.root).to_contain_text(said, timeout=60_000)
     rows = list(csv.DictReader((folder / "out" / "explorer-1.csv").open()))
     full_cast = next(row for row in rows if row["strategy"] == "full_cast")
     table = decode_lab.recorded_view().table.set_index("strategy")

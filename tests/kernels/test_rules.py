@@ -228,4 +228,6 @@ def test_bad_questions_are_named():
     with pytest.raises(LabError, match=r"flashinfer 0\.5\.3.*0\.6\.2 on"):
         check("flashinfer_fa3", R1, {"flashinfer": "0.5.3"})
     with pytest.raises(LabError, match="not a day"):
+        check("flashmla", R1, "2026-13")
+    with pytest.raises(LabError, match="not a day"):
         check("flashmla", R1, "last week")

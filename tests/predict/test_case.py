@@ -103,6 +103,9 @@ def test_a_users_own_server():
     assert "10.0 of the cast's" in words
     assert "none is established" in words
     gone = case.server(50.0, 20.0, cast_ms=25.0)
+    slower = case.server(95.6, 120.0)
+    told = hypotheses.in_words(slower, hypotheses.hypotheses(slower))
+    assert "did not become faster (95.6 to 120.0 ms)" in told and "went" not in told
     assert "something else has changed" in hypotheses.in_words(gone, hypotheses.hypotheses(gone))
 
 

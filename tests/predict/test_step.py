@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv_lab import geometry
-from shadowkv_lab.errors import BadSize, LoadDoesNotFit, NoPrediction
+from shadowkv_lab.errors import BadSize, LoadDoesNotFit, NoPrediction, UnknownName
 from shadowkv_lab.predict import fit as fitting
+from shadowkv_lab.predict.budget import budget
 from shadowkv_lab.predict.held_out import held_out, summary
 from shadowkv_lab.predict.rest import Rest
-from shadowkv_lab.predict.step import predict, step_time, weakest
+from shadowkv_lab.predict.step import predict, predict_all, step_time, weakest
 from shadowkv_lab.strategies import parse
 from tests.predict import synthetic_runs as known
 
@@ -143,11 +144,19 @@ def test_held_out_groups_are_whole():
 
 
 def test_nothing_recorded_is_an_error_not_a_guess():
-    with pytest.raises(NoPrediction, match="Record one"):
+    with pytest.raises(UnknownName, match=r"b200.*h200"):
         predict("shadow", "glm-5", "NVIDIA Unheard Of", 495_616, 1, 1024, fitted=FIT)
-    with pytest.raises(NoPrediction):
+    with pytest.raises(NoPrediction, match="Record one"):
         empty = fitting.fit(known.runs().iloc[:0])
         predict("shadow", "glm-5", "h200", 495_616, 1, 1024, fitted=empty)
+
+
+def test_strategies_that_no_kernel_serves_are_left_out():
+    for gpu, served in (("h200", True), ("rtx-pro-6000-server", False)):
+        found = {p.strategy for p in predict_all("glm-5", gpu, 495_616, 1, 1024, fitted=FIT)}
+        assert ("native_fp8" in found) == served and "fused_fp8" in found
+        plan = budget("glm-5", gpu, kv_gib=25.49)
+        assert ("native_fp8" in {c.strategy for c in plan.capacities}) == served
 
 
 def test_bad_loads():

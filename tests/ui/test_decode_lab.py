@@ -85,8 +85,25 @@ def test_the_app_follows_its_controls_and_shows_errors_in_place():
     app.controls["heads"].value = 128
     assert "No recorded run of glm-5 with 128 heads" in app.error.value
     assert "Measure on this machine" in app.error.value, "the remedy"
+    assert "heads=8" in app.code.value, "the line is that of the figures, which are grey"
+    assert app.plots.children[0].layout.paper_bgcolor == "#dddddd"
     app.reset()
     assert app.error.value == "" and bars(app.view.figures[0]) == before
+    assert app.plots.children[0].layout.paper_bgcolor == "white"
+
+
+@pytest.mark.parametrize("column", ["step_spread_ms", "residual_ms"])
+def test_disturbed_times_are_called_so_and_not_compared(column):
+    calm = decode_lab.recorded_view().table
+    assert not records.noisy(calm)
+    disturbed = calm.assign(**{column: calm[column].where(calm.strategy != "shadow", -9.0)})
+    if column == "step_spread_ms":
+        disturbed[column] = disturbed[column].abs()
+    assert records.noisy(disturbed) == ["shadow"]
+    view = decode_lab.views(disturbed, disturbed)
+    title = view.figures[0].layout.title.text
+    assert "shadow buffer cannot be compared" in title and "times shorter" not in title
+    assert "Noisy: shadow; the samples spread" in view.note
 
 
 def test_shown_figures_change_in_place():
@@ -243,7 +260,7 @@ def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, mo
     first = (tmp_path / "out/explorer-1.csv").read_text()
     app.controls["context"].value = 8192
     app.save()
-    assert "explorer-2.csv and 4 PNG" in app.status.value
+    assert "explorer-2.csv beside the notebook, and 4 PNG" in app.status.value
     assert (tmp_path / "out/explorer-1.csv").read_text() == first
     assert (tmp_path / "out/explorer-2.csv").read_text() != first
     assert {p.name for p in (tmp_path / "out").glob("explorer-2*.png")} == {

@@ -1,6 +1,6 @@
 """Figures and applications of budget and reproduction: titles, errors in place, reset."""
 
-from shadowkv_lab.predict import verdict
+from shadowkv_lab.predict import case, hypotheses, verdict
 from shadowkv_lab.predict.fit import fit
 from shadowkv_lab.predict.rest import Rest
 from shadowkv_lab.ui import budget as budget_figures
@@ -25,6 +25,21 @@ def test_figures_are_finished_and_titled():
         assert len(fig.data)
     assert "43.1 ms" in shown[0].layout.title.text
     assert "495,612 to 188,652" in shown[-1].layout.title.text
+
+
+def test_a_step_that_became_slower_is_explained_by_nothing():
+    view = reproduce_lab.reproduction_view(after_ms=120.0)
+    assert "did not become faster" in view.note
+    title = view.figures[1].layout.title.text
+    assert "no hypothesis explains 120.0 ms" in title and "reach" not in title
+
+
+def test_a_row_about_one_card_is_judged_on_that_card():
+    table = hypotheses.recorded_hypotheses(case.server()).copy()
+    table["fits_server"] = False
+    fits = figures.hypotheses_bars(table, case.server()).data[0]
+    assert fits.name.startswith("fits")
+    assert list(fits.y) == ["the lab's vector cast on the workstation card"]
 
 
 def test_a_tpot_is_as_sure_as_its_weakest_part():
