@@ -27,7 +27,7 @@ def doctor(model: Model = "glm-5", tensor_parallel: int = 8, device: Device = No
 @app.command()
 def rules(
     model: Model = "glm-5",
-    gpu: Annotated[str, typer.Option(help="A card of data/gpus.")] = "rtx-pro-6000-workstation",
+    gpu: Annotated[str, typer.Option(help="A card of data/gpus.")] = "rtx-pro-6000-server",
     kv_dtype: Annotated[str, typer.Option(help="bf16, fp8_e4m3 or packed_656.")] = "fp8_e4m3",
     heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
     page_size: int = 64,

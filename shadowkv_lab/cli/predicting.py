@@ -13,18 +13,18 @@ CASE_GPU = "rtx-pro-6000-server"
 
 # What `reproduce` prints of each table; the CSV files hold all of it.
 PRINTED = {
-    "arithmetic": ("1. The arithmetic", {
+    "arithmetic": ("The arithmetic", {
         "what": "what", "formula": "from", "value": "value", "unit": "", "published": "published",
         "agrees": "agrees"}),
-    "measured": ("2. Measured here, and recorded", {
+    "measured": ("Measured here, and recorded", {
         "strategy": "strategy", "device": "device", "pool_tokens": "pool", "scaled": "scaled",
         "step_ms": "step ms", "tpot_ms": "TPOT ms", "tokens_per_s": "tok/s", "error": "error",
         "provenance": "provenance"}),
-    "does_not_add_up": ("4. What does not add up", {
+    "does_not_add_up": ("What does not add up", {
         "hypothesis": "hypothesis", "tpot_ms": "TPOT ms", "off_ms": "off by", "gb_per_s": "GB/s",
         "total_gib": "GiB", "fits_server": "fits", "under_server": "under Server's GB/s",
         "under_workstation": "under Workstation's"}),
-    "verdict": ("6. The verdict", {
+    "verdict": ("The verdict", {
         "strategy": "strategy", "step_ms": "step ms", "tpot_ms": "TPOT ms",
         "tokens_per_s": "tok/s", "gib_for_pool": "GiB", "fits": "fits",
         "tokens_that_fit": "tokens that fit", "tokens_per_s_per_gib": "tok/s/GiB",
@@ -141,8 +141,9 @@ def reproduce(
     console.print("\nwrote " + ", ".join(str(f) for f in files))
     failed = [check for check in found.checks if not check.ok]
     console.print(f"{len(found.checks) - len(failed)} of {len(found.checks)} checks hold")
-    for check in failed:
-        console.print(f"failed: {check.what}: {check.found}", style="bold red")
+    for check in found.checks:
+        word, style = ("holds", None) if check.ok else ("failed", "bold red")
+        console.print(f"{word}: {check.what}: {check.found}", style=style)
     if failed:
         raise typer.Exit(1)
 

@@ -121,6 +121,7 @@ def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
             type="scatter", mode="lines+markers", name=style.title(strategy),
             x=[point[0] for point in points], y=[point[1] for point in points],
             line=dict(color=style.colour(strategy), dash=style.DASHES[points[0][2]]),
+            marker=style.marker(strategy),
             customdata=[point[2:] for point in points],
             hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
             "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",

@@ -122,7 +122,8 @@ def attainment(contenders: Sequence[Contender], lengths: traffic.Lengths, rates:
     for c in contenders:
         fig.add_scatter(
             x=list(rates), y=[100 * s for s in shares[c.name]], name=legend(c), line=line_style(c),
-            mode="lines+markers", customdata=[_told(r) for r in found[c.name]],
+            mode="lines+markers", marker=style.marker(c.name),
+            customdata=[_told(r) for r in found[c.name]],
             hovertemplate="%{x:.2g} requests/s: %{y:.0f} %<br>%{customdata}"
                           f"<extra>{legend(c)}</extra>",
         )  # fmt: skip

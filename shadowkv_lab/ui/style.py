@@ -27,6 +27,12 @@ def colour(label: str) -> str:
     return PALETTE[names.index(name) % len(PALETTE)] if name in names else "#666666"
 
 
+def marker(label: str) -> dict:
+    """A strategy's points on a line. BF16's line lies under the shadow's: its rings show it."""
+    ring = label.split("(")[0] == "bf16_pool"
+    return dict(size=12, symbol="circle-open", line_width=2) if ring else dict(size=6)
+
+
 def title(label: str) -> str:
     """A strategy's label in plain words: "shadow(layers=26)" is "shadow buffer (layers=26)"."""
     name, _, options = label.partition("(")
