@@ -245,6 +245,10 @@ def test_the_readmes_steps_are_the_recorded_ones():
     table = [[cell.strip(" `") for cell in x.strip("|").split("|")] for x in lines if x[:1] == "|"]
     runs = decode_lab.recorded("glm-5", 8).query("pool_tokens == 495_616")
     steps = runs.set_index(["strategy", "concurrency", "context"]).step_ms
+    worth = kernels.worth_of_a_shadow(decode_lab.recorded("glm-5", 8)).set_index("load")
+    slower = worth["shadow / fused"][worth["shadow / fused"] < 1]
+    assert "every recorded load but 32 x 1,024 (up to 3 % slower)" in text
+    assert set(slower.index) == {"32 x 1024"} and round(100 * (1 / slower.min() - 1)) == 3
     for load, *cells in table[2:]:
         requests, context = load.replace(",", "").split(" x ")
         for strategy, cell in zip(table[0][1:], cells, strict=True):
