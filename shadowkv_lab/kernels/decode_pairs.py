@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shadowkv_lab.kernels.decode_words import CHUNK, RANK, ROPE, group_scales, slots_of
+from shadowkv_lab.kernels.decode_words import (
+    CHUNK,
+    RANK,
+    ROPE,
+    group_scales,
+    query_scales,
+    slots_of,
+)
 
 PAIRS = tl.constexpr(288)  # pairs of values in a row of 576 bytes
 
@@ -110,15 +117,10 @@ def pairs_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, 
     e2, d2 = load_query(q + 2 * CHUNK, real)
     e3, d3 = load_query(q + 3 * CHUNK, real)
     ep, dp = load_query(q_pe + at * ROPE + 2 * rope_pair, real)
-    # BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
-    # largest value just below 2^16, exactly, and its scores are scaled back in float32.
     top = tl.maximum(tl.maximum(largest(e0, d0), largest(e1, d1)), largest(ep, dp))
     top = tl.maximum(tl.maximum(largest(e2, d2), largest(e3, d3)), top)
-    exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
-    up = ((269 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    # Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
-    back = ((tl.minimum(exponent, 220) - 15) << 23).to(tl.float32, bitcast=True) * sm_log2e
-    back = back[:, None]
+    up, back = query_scales(top, sm_log2e)
+    up, back = up[:, None], back[:, None]
     e0, d0 = (e0 * up).to(tl.float16), (d0 * up).to(tl.float16)
     e1, d1 = (e1 * up).to(tl.float16), (d1 * up).to(tl.float16)
     e2, d2 = (e2 * up).to(tl.float16), (d2 * up).to(tl.float16)

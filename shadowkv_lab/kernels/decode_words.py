@@ -108,6 +108,20 @@ def zeros(COUNT: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
+def query_scales(top, sm_log2e):
+    """What heads with largest values `top` are scaled by, up into FP16, and their scores by, back.
+
+    BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
+    largest value just below 2^16, exactly, and its scores are scaled back in float32.
+    """
+    exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
+    up = ((269 - exponent) << 23).to(tl.float32, bitcast=True)
+    # Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
+    back = ((tl.minimum(exponent, 220) - 15) << 23).to(tl.float32, bitcast=True) * sm_log2e
+    return up, back
+
+
+@triton.jit
 def words_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, sm_log2e,
                   HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
                   PAGE: tl.constexpr, SCALED: tl.constexpr, VECTOR: tl.constexpr,
@@ -147,15 +161,10 @@ def words_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, 
     q3 = tl.load(q + 3 * CHUNK, mask=real, other=0.0).to(tl.float32)
     rope = tl.expand_dims(tl.arange(0, ROPE), HEAD)
     qp = tl.load(q_pe + at * ROPE + rope, mask=real, other=0.0).to(tl.float32)
-    # BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
-    # largest value just below 2^16, exactly, and its scores are scaled back in float32.
     top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     top = tl.maximum(tl.max(top, TOKEN), tl.max(tl.abs(qp), TOKEN))
-    exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
-    up = tl.expand_dims(((269 - exponent) << 23).to(tl.float32, bitcast=True), TOKEN)
-    # Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
-    back = ((tl.minimum(exponent, 220) - 15) << 23).to(tl.float32, bitcast=True) * sm_log2e
-    back = tl.expand_dims(back, TOKEN)
+    up, back = query_scales(top, sm_log2e)
+    up, back = tl.expand_dims(up, TOKEN), tl.expand_dims(back, TOKEN)
     q0, q1 = (q0 * up).to(tl.float16), (q1 * up).to(tl.float16)
     q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
     qp = (qp * up).to(tl.float16)
