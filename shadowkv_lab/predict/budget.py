@@ -10,7 +10,7 @@ from shadowkv_lab import data, hardware
 from shadowkv_lab.errors import BadSize, BudgetDoesNotFit
 from shadowkv_lab.geometry import Geometry, load
 from shadowkv_lab.hardware import Card
-from shadowkv_lab.strategies import STRATEGIES, Strategy, parse, parse_list
+from shadowkv_lab.strategies import Strategy, parse, parse_list, runnable
 
 GIB = 1 << 30
 ENGINES = ("sglang", "vllm")
@@ -103,7 +103,7 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
         weights_gib = case["weights_gib"]
         recorded = [*recorded, *(["weights_gib"] if geometry.name == case["model"] else [])]
     fraction = case["mem_fraction_static"] if mem_fraction_static is None else mem_fraction_static
-    geometry.heads_per_gpu(tensor_parallel)
+    heads = geometry.heads_per_gpu(tensor_parallel)
 
     def source(name: str) -> str:
         return "recorded" if name in recorded else "assumed"
@@ -159,7 +159,10 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
             ),
             "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
         )
-    chosen = parse_list(strategies) if strategies else runnable(geometry, card, tensor_parallel)
+    if strategies:
+        chosen = parse_list(strategies)
+    else:
+        chosen = runnable(geometry, heads, card.compute_capability)
     # vLLM has taken graphs, page tables and activations off the KV cache already.
     left = reserve - (sum(t.gib for t in spent) if engine == "sglang" else 0)
     load_ = context, concurrency
@@ -198,13 +201,6 @@ def token_bytes(strategy: Strategy, geometry: Geometry, index: bool, mtp: bool) 
         + (geometry.mtp_layers * mtp_row if mtp else 0)
         + (index_layers * geometry.row_bytes("index") if index and geometry.dsa else 0)
     )
-
-
-def runnable(geometry: Geometry, card: Card, tensor_parallel: int = 8) -> list[Strategy]:
-    """Every strategy that some kernel serves on a card."""
-    heads = geometry.heads_per_gpu(tensor_parallel)
-    return [kind() for kind in STRATEGIES.values()
-            if not kind().barred(geometry, heads, card.compute_capability)]  # fmt: skip
 
 
 def _capacity(strategy, geometry, kv_gib, left_gib, context, concurrency, index, mtp, page_size):

@@ -13,7 +13,7 @@ from shadowkv_lab.hardware import Card
 from shadowkv_lab.pool import check_load
 from shadowkv_lab.predict.fit import PHASES, Fit, fit
 from shadowkv_lab.predict.rest import Rest
-from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
+from shadowkv_lab.strategies import STRATEGIES, Strategy, parse, runnable
 
 PROVENANCES = ("measured", "recorded", "calibrated", "assumed")  # from the best to the weakest
 
@@ -134,12 +134,13 @@ def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit, backe
     if name in known:  # what flashinfer's "auto" takes: fa3 exists on SM90 only
         other = "fa2" if hardware.card(name).compute_capability[0] == 9 else "fa3"
         here = [k for k in here if other not in k[1]] or here
-    if not here and name not in {*known, *(k[2] for k in fitted.curves)}:
-        raise UnknownName("GPU", name, {*known, *(k[2] for k in fitted.curves)})
     if not here:
+        devices = {k[2] for k in fitted.curves}
+        if name not in {*known, *devices}:
+            raise UnknownName("GPU", name, {*known, *devices})
         raise NoPrediction(
             f"No recorded run bears on the {phase} of {strategy.label} on {name}",
-            f"devices with runs: {', '.join(sorted({k[2] for k in fitted.curves}))}",
+            f"devices with runs: {', '.join(sorted(devices))}",
             "Record one with shadowkv measure --record, or choose a card of data/gpus",
         )
     key = min(here, key=lambda k: abs(np.log(max(k[3], 1) / heads)) if phase == "attention" else 0)
@@ -222,6 +223,5 @@ def predict_all(geometry: "Geometry | str", card: "Card | str", pool_tokens: int
     shape, chosen = load(geometry), [kind() for kind in STRATEGIES.values()]
     if (name := _name(card)) in hardware.known_cards():
         heads = options.get("heads") or shape.heads_per_gpu(8)
-        capability = hardware.card(name).compute_capability
-        chosen = [s for s in chosen if not s.barred(shape, heads, capability)]
+        chosen = runnable(shape, heads, hardware.card(name).compute_capability)
     return [predict(s, shape, card, pool_tokens, concurrency, context, **options) for s in chosen]

@@ -85,6 +85,7 @@ def sentence(row: dict, table: pd.DataFrame, card: hardware.Card,
     """One row's verdict in one sentence, from the table's own numbers."""
     by = table.set_index("strategy")
     name, base = row["strategy"], by.loc["full_cast"] if "full_cast" in by.index else None
+    untried = parse(name).untried(card.compute_capability)
     gain = f"{row['tokens_per_s'] / base.tokens_per_s - 1:+.0%}" if base is not None else ""
     if name == "full_cast":
         return (
@@ -105,7 +106,7 @@ def sentence(row: dict, table: pd.DataFrame, card: hardware.Card,
         return (f"{gain} tok/s with every token kept; its {row['step_ms']:.1f} ms grow with the "
                 "live tokens, so it suits few and short requests.")  # fmt: skip
     if name == "fused_fp8":
-        run = "" if card.compute_capability[0] == 9 else " It was never run on this card."
+        run = " It was never run on this card." if untried else ""
         return (f"{gain} tok/s with every token kept: a kernel that reads FP8 leaves cast and "
                 f"shadow nothing to save.{run}")  # fmt: skip
     return f"{gain} tok/s, {row['tokens_that_fit']:,} tokens."

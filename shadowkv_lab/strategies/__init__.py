@@ -4,6 +4,7 @@ import ast
 import re
 
 from shadowkv_lab.errors import BadSize, UnknownName
+from shadowkv_lab.geometry import Geometry
 from shadowkv_lab.strategies.base import Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
 from shadowkv_lab.strategies.full_cast import FullCast
@@ -18,7 +19,14 @@ STRATEGIES: dict[str, type[Strategy]] = {
     s.name: s for s in (FullCast, BF16Pool, Shadow, GatherCast, VectorCast, NativeFP8, FusedFP8)
 }
 
-__all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list"]
+__all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list", "runnable"]
+
+
+def runnable(geometry: Geometry, heads: int,
+             compute_capability: tuple[int, int]) -> list[Strategy]:  # fmt: skip
+    """Every strategy that some kernel serves on such a card."""
+    kinds = [kind() for kind in STRATEGIES.values()]
+    return [s for s in kinds if not s.barred(geometry, heads, compute_capability)]
 
 
 def parse(text: "str | Strategy") -> Strategy:

@@ -7,6 +7,7 @@ import torch
 
 from shadowkv_lab.batch import Batch
 from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.kernels.rules import Serving, check
 from shadowkv_lab.pool import Pool
 
 
@@ -38,6 +39,7 @@ class Strategy:
     reads: ClassVar[str] = "bf16"
     compact: ClassVar[bool] = False  # attention reads gathered rows, live token i in row i
     needs: ClassVar[str | None] = None  # kernel module without which it cannot run
+    backend: ClassVar[str | None] = None  # of `kernels.rules`, where only this one can read it
 
     @property
     def label(self) -> str:
@@ -52,8 +54,16 @@ class Strategy:
         return self
 
     def barred(self, geometry: Geometry, heads: int, compute_capability: tuple[int, int]) -> str:
-        """Why no kernel can read this on such a card, by `kernels.rules`; empty if one can."""
-        return ""
+        """Why its one backend cannot read this on such a card, by the rules; empty if it can."""
+        if self.backend is None:
+            return ""
+        serving = Serving(compute_capability, "fp8_e4m3", heads, 1, geometry.qk_nope_head_dim,
+                          geometry.kv_lora_rank, geometry.qk_rope_head_dim)  # fmt: skip
+        return " ".join(map(str, check(self.backend, serving)))
+
+    def untried(self, compute_capability: tuple[int, int]) -> bool:
+        """Whether its kernel was compiled for such a card and never run on one."""
+        return False
 
     def moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
         """Bytes that one layer moves in one step."""

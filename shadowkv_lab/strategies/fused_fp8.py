@@ -16,6 +16,7 @@ class FusedFP8(NativeFP8):
     title = "fused FP8 (this lab)"
     reads = "fused_fp8"
     needs = "decode"
+    backend = None  # Triton compiles it for any card
 
-    def barred(self, geometry, heads, compute_capability):
-        return ""  # Triton compiles it for any
+    def untried(self, compute_capability):
+        return compute_capability[0] != 9

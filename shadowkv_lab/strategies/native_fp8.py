@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from shadowkv_lab.kernels.rules import Serving, check
 from shadowkv_lab.strategies.base import Moves, Strategy, attention_bytes
 
 
@@ -17,11 +16,7 @@ class NativeFP8(Strategy):
     name = "native_fp8"
     title = "native FP8 (flashinfer)"
     reads = "native_fp8"
-
-    def barred(self, geometry, heads, compute_capability):
-        serving = Serving(compute_capability, "fp8_e4m3", heads, 1, geometry.qk_nope_head_dim,
-                          geometry.kv_lora_rank, geometry.qk_rope_head_dim)  # fmt: skip
-        return " ".join(map(str, check("flashinfer_native_fp8", serving)))
+    backend = "flashinfer_native_fp8"
 
     def moves(self, geometry, P, L, R):
         return Moves(0, attention_bytes(geometry, "fp8", L), geometry.row_bytes("fp8") * R)

@@ -8,11 +8,11 @@ from shadowkv_lab.errors import BadSize, CannotBeServed
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders, engine
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, simulate
-from shadowkv_lab.strategies import STRATEGIES
+from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import serving as figures
 from shadowkv_lab.ui import serving_runs, style
 from shadowkv_lab.ui.app import App, View
-from shadowkv_lab.ui.controls import menu, several, slider
+from shadowkv_lab.ui.controls import gpus, menu, several, slider
 
 CARD = "rtx-pro-6000-server"
 CONCURRENCIES = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256]
@@ -128,10 +128,9 @@ def traffics_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
 
 
 def _common(model: str, gpu: str, rest: str, strategies: tuple[str, ...]) -> dict[str, w.Widget]:
-    cards = {name: hardware.card(name).title for name in hardware.known_cards()}
     return {
         "model": menu("model", geometry.known_models(), geometry.load(model).name),
-        "gpu": menu("8 GPUs of", cards, gpu, "GPU"),
+        "gpu": gpus("8 GPUs of", hardware.known_cards(), gpu),
         "rest": menu("rest as in", ANCHORS, rest, "rest"),
         "strategies": several("strategies", [*STRATEGIES], strategies),
     }
@@ -146,9 +145,8 @@ def _contenders(model, gpu, rest, strategies):
 
 def _note(rest: str, gpu: str, found) -> str:
     """What the verdict rests on, in words."""
-    anew = [
-        c for c in found if c.name == "fused_fp8" and hardware.card(gpu).compute_capability[0] != 9
-    ]
+    capability = hardware.card(gpu).compute_capability
+    anew = any(parse(c.name).untried(capability) for c in found)
     kept = ", ".join(f"{style.title(c.name)} {c.capacity_tokens:,}" for c in found)
     return (f"<b>{figures.source_of(found)}</b>: the rest at many requests was never measured; it "
             f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
