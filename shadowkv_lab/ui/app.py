@@ -68,7 +68,7 @@ class App:
         self._lock = threading.Lock()
         self._drawn: list[dict] = []
         self._stale = False
-        self._width = plots.PAGE_WIDTH // columns - plots.GAP
+        self._width = plots.column_width(columns)
         self.status, self.error, self.note, self.code = (w.HTML() for _ in range(4))
         self.busy = w.FloatProgress(max=1.0, layout=w.Layout(width="12em", visibility="hidden"))
         reset = w.Button(description="Reset", tooltip="Back to the settings it started with")
@@ -241,7 +241,7 @@ def _to_csv(table: pd.DataFrame, path: Path) -> None:
 
 def _columns(count: int) -> w.Layout:
     return w.Layout(
-        grid_template_columns=f"repeat({count}, {plots.PAGE_WIDTH // count - plots.GAP}px)",
+        grid_template_columns=f"repeat({count}, {plots.column_width(count)}px)",
         grid_gap="4px 6px",
     )
 

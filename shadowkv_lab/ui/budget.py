@@ -13,7 +13,7 @@ from shadowkv_lab.predict.case import published
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import style
 from shadowkv_lab.ui.app import App, View
-from shadowkv_lab.ui.controls import LABEL, check, menu, number, slider
+from shadowkv_lab.ui.controls import LABEL, check, gpus, menu, number, slider
 from shadowkv_lab.ui.reproduce import totals_beside
 
 CONTEXTS = [2**k for k in range(9, 18)]
@@ -154,10 +154,9 @@ def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_para
              log: str = "") -> App:  # fmt: skip
     """The application behind `budget_app`; it starts at the case's log."""
     case = published("case")
-    cards = {name: hardware.card(name).title for name in hardware.known_cards()}
     controls = {
         "model": menu("model", geometry.known_models(), geometry.load(model).name),
-        "gpu": menu("GPU", cards, gpu),
+        "gpu": gpus("GPU", hardware.known_cards(), gpu),
         "tensor_parallel": menu("GPUs (TP)", [1, 2, 4, 8, 16], tensor_parallel),
         "dtype": menu("KV dtype", STORAGES, dtype),
         "weights_gib": number("weights, GiB/GPU", _or(weights_gib, case["weights_gib"]), 0.5),

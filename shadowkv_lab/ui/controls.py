@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import ipywidgets as w
 
+from shadowkv_lab import hardware
 from shadowkv_lab.errors import BadSize, UnknownName
 
 LABEL = {"description_width": "11em"}
@@ -19,6 +20,11 @@ def menu(label: str, options: Sequence | Mapping, value: object, kind: str = "")
     if isinstance(options, Mapping):
         options = [(title, name) for name, title in options.items()]
     return w.Dropdown(options=options, value=value, description=label, style=LABEL)
+
+
+def gpus(label: str, names: Sequence[str], value: str) -> w.Dropdown:
+    """A dropdown over cards of data/gpus, shown by their titles. Raises `UnknownName`."""
+    return menu(label, {name: hardware.card(name).title for name in names}, value, "GPU")
 
 
 def several(label: str, options: Sequence[str], values: Sequence[str]) -> w.SelectMultiple:

@@ -15,6 +15,11 @@ NOT_DRAWN = {"scene", "geo", "polar", "ternary", "map", "mapbox", "smith"}  # la
 TITLE_SIZE, FONT_SIZE = 14, 11
 
 
+def column_width(columns: int) -> int:
+    """Pixels of one of so many columns of figures side by side."""
+    return PAGE_WIDTH // columns - GAP
+
+
 class Figures(Sequence):
     """Figures made when they are first asked for: the first is drawn while others are made."""
 

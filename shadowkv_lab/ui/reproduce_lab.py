@@ -11,7 +11,7 @@ from shadowkv_lab.predict import case, hypotheses, verdict
 from shadowkv_lab.ui import reproduce
 from shadowkv_lab.ui.app import App, View
 from shadowkv_lab.ui.budget import CONCURRENCIES, CONTEXTS
-from shadowkv_lab.ui.controls import check, menu, number, slider
+from shadowkv_lab.ui.controls import check, gpus, number, slider
 
 CARD = "rtx-pro-6000-server"
 
@@ -57,9 +57,8 @@ def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms
              cast_ms: float = 0.0) -> App:  # fmt: skip
     """The application behind `reproduction_app`; it starts at the case."""
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
-    cards = {name: hardware.card(name).title for name in case.published("case")["gpu"]}
     controls = {
-        "gpu": menu("GPU", cards, gpu),
+        "gpu": gpus("GPU", case.published("case")["gpu"], gpu),
         "context": slider("context", CONTEXTS, context, "tokens"),
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
         "rest_ms": number("rest, ms (0: derive)", rest_ms, 0.5),
