@@ -80,6 +80,8 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Measure decode steps of each strategy on this machine, and check their outputs."""
+    import pandas as pd
+
     from shadowkv_lab import geometry, hardware
     from shadowkv_lab.measure import decode, records
     from shadowkv_lab.strategies import STRATEGIES, parse_list
@@ -121,10 +123,8 @@ def measure(
         residual_ms="resid.",
         kept_gib="GiB", error="error",
     ))  # fmt: skip
-    disturbed = [r["strategy"] for r in runs if records.is_noisy(
-        r["step_ms"], r["step_spread_ms"], r["residual_ms"])]  # fmt: skip
-    if disturbed:
-        console.print(f"noisy: {', '.join(dict.fromkeys(disturbed))}: {records.NOISY}")
+    if disturbed := records.noisy(pd.DataFrame(runs)):
+        console.print(f"noisy: {', '.join(disturbed)}: {records.NOISY}")
 
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the lab's own code.")

@@ -63,15 +63,18 @@ def launch_row(device: torch.device, heads: int, requests: int, live_tokens: int
 
 def own_architecture(device: torch.device) -> str:
     """`sm_90` and the like: a device's own, for which there may be no table yet."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{10 * major + minor}"
+    return f"sm_{_sm(device)}"
 
 
 def architecture(device: torch.device) -> str:
     """The architecture whose table a device takes: its own or the nearest lower that has one."""
-    own = int(own_architecture(device).removeprefix("sm_"))
     known = sorted(int(p.stem.split("_")[1]) for p in (data.DATA / "launch").glob("sm_*.json"))
-    return f"sm_{max([k for k in known if k <= own], default=known[0])}"
+    return f"sm_{max([k for k in known if k <= _sm(device)], default=known[0])}"
+
+
+def _sm(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @cache

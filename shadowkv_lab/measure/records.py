@@ -84,15 +84,13 @@ NOISY = (
 )
 
 
-def is_noisy(step_ms: float, step_spread_ms: float, residual_ms: float) -> bool:
-    """Whether a step's times are too disturbed to be compared; `NOISY` says it in words."""
-    return max(step_spread_ms, abs(residual_ms)) > NOISE * step_ms
-
-
 def noisy(runs: pd.DataFrame) -> list[str]:
-    """The strategies among these runs whose times are too disturbed to be compared."""
+    """The strategies whose times are too disturbed to be compared; `NOISY` says it in words."""
     rows = zip(runs.strategy, runs.step_ms, runs.step_spread_ms, runs.residual_ms, strict=True)
-    return list(dict.fromkeys(strategy for strategy, *times in rows if is_noisy(*times)))
+    return list(dict.fromkeys(
+        strategy for strategy, step, spread, residual in rows
+        if max(spread, abs(residual)) > NOISE * step
+    ))  # fmt: skip
 
 
 def origin(device: torch.device, copy_gb_per_s: float, read_gb_per_s: float,
