@@ -22,39 +22,28 @@ def titles_of(view) -> list[str]:
     return [plain(figure.layout.title.text) for figure in view.figures]
 
 
-def opened_and_run(lab, browser, folder, pictures, name):
-    """A notebook opened, run whole and looked at; its errors are told at once."""
-    if not (folder / f"{name}.ipynb").exists():
-        pytest.skip(f"no notebook {name} yet")
-    notebook = lab.open(browser, f"{name}.ipynb")
-    notebook.run_all()
-    page = notebook.page
-    assert page.locator(ERRORS).count() == 0, page.locator(ERRORS).first.inner_text()
-    expect(notebook.app().root).to_be_visible()
-    expect(notebook.app().root.locator(".main-svg").first).to_be_visible()
-    for number in range(page.locator(".jp-OutputArea .shadowkv").count()):
-        notebook.screenshot(pictures / f"{name}_app{number}.png", notebook.app(number))
-    return notebook
+def opened_and_run(name):
+    """A fixture: a notebook opened, run whole and looked at; its errors are told at once."""
+
+    @pytest.fixture(scope="module")
+    def opened(lab, browser, pictures):
+        notebook = lab.open(browser, f"{name}.ipynb")
+        notebook.run_all()
+        page = notebook.page
+        assert page.locator(ERRORS).count() == 0, page.locator(ERRORS).first.inner_text()
+        expect(notebook.app().root).to_be_visible()
+        expect(notebook.app().root.locator(".main-svg").first).to_be_visible()
+        for number in range(page.locator(".jp-OutputArea .shadowkv").count()):
+            notebook.screenshot(pictures / f"{name}_app{number}.png", notebook.app(number))
+        return notebook
+
+    return opened
 
 
-@pytest.fixture(scope="module")
-def decode(lab, browser, folder, pictures):
-    return opened_and_run(lab, browser, folder, pictures, "01_decode_lab")
-
-
-@pytest.fixture(scope="module")
-def memory(lab, browser, folder, pictures):
-    return opened_and_run(lab, browser, folder, pictures, "03_memory_budget")
-
-
-@pytest.fixture(scope="module")
-def reproduction(lab, browser, folder, pictures):
-    return opened_and_run(lab, browser, folder, pictures, "04_reproduce_glm5")
-
-
-@pytest.fixture(scope="module")
-def serving(lab, browser, folder, pictures):
-    return opened_and_run(lab, browser, folder, pictures, "06_serving")
+decode = opened_and_run("01_decode_lab")
+memory = opened_and_run("03_memory_budget")
+reproduction = opened_and_run("04_reproduce_glm5")
+serving = opened_and_run("06_serving")
 
 
 def press(app, label, key, **until):
