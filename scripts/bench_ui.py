@@ -81,10 +81,13 @@ def _notebook(path: Path) -> None:
 
 def import_seconds(statement: str, runs: int = 3) -> float:
     """What a statement takes after torch's import, in the median of clean processes."""
-    code = (f"import torch, time; t = time.perf_counter(); {statement}; "
-            "print(time.perf_counter() - t)")  # fmt: skip
-    ran = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-           for _ in range(runs)]  # fmt: skip
+    code = (
+        f"import torch, time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+    )
+    ran = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(runs)
+    ]
     return statistics.median(float(r.stdout) for r in ran)
 
 
@@ -107,19 +110,32 @@ def main() -> int:
 
     apps = import_seconds("from shadowkv_lab import explorer")
     note = f"with the explorer, plotly and ipywidgets {apps:.2f} s"
-    row("import shadowkv_lab, after torch", import_seconds("import shadowkv_lab"), IMPORT_S, "s",
-        note)  # fmt: skip
+    row(
+        "import shadowkv_lab, after torch",
+        import_seconds("import shadowkv_lab"),
+        IMPORT_S,
+        "s",
+        note,
+    )
     row("notebook 4 executes in", notebook_seconds(), NOTEBOOK_S, "s")
     if shutil.which("chromium") is None:
         print("key press to changed figure: no chromium on the PATH, not measured")
         return 1
     first, again = key_presses()
-    for what, found in (("key press to figure, new setting", first),
-                        ("key press to figure, seen before", again)):  # fmt: skip
+    for what, found in (
+        ("key press to figure, new setting", first),
+        ("key press to figure, seen before", again),
+    ):
         times, last = [t[0] for t in found], [t[-1] for t in found]
         worst = sorted(times)[int(0.9 * len(times))]
-        row(what, statistics.median(times), KEY_MS, "ms", f"median of {len(times)}; p90 "
-            f"{worst:.0f} ms; all figures {statistics.median(last):.0f} ms")  # fmt: skip
+        row(
+            what,
+            statistics.median(times),
+            KEY_MS,
+            "ms",
+            f"median of {len(times)}; p90 "
+            f"{worst:.0f} ms; all figures {statistics.median(last):.0f} ms",
+        )
     return bool(missed)
 
 

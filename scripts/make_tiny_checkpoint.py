@@ -23,13 +23,32 @@ CLIPPED_GAIN, FLUSHED_GAIN, SPREAD = 250.0, 1e-3, 1.0
 SHARDS = 4
 
 CONFIG = dict(
-    vocab_size=VOCAB, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
-    num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, n_routed_experts=8,
-    num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=3,
-    q_lora_rank=128, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=192, v_head_dim=256,
-    index_topk=2048, index_head_dim=128, index_n_heads=4, max_position_embeddings=4096,
-    bos_token_id=256, eos_token_id=None, pad_token_id=257,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=256,
+    intermediate_size=512,
+    moe_intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=3,
+    q_lora_rank=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    index_topk=2048,
+    index_head_dim=128,
+    index_n_heads=4,
+    max_position_embeddings=4096,
+    bos_token_id=256,
+    eos_token_id=None,
+    pad_token_id=257,
+)
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.bfloat16):

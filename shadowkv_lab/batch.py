@@ -78,8 +78,13 @@ class Batch:
         )
 
 
-def make_batch(pages_of: list[torch.Tensor], lens: list[int], spares: torch.Tensor, page_size: int,
-               device: torch.device | str) -> Batch:  # fmt: skip
+def make_batch(
+    pages_of: list[torch.Tensor],
+    lens: list[int],
+    spares: torch.Tensor,
+    page_size: int,
+    device: torch.device | str,
+) -> Batch:
     """A batch from each request's page ids (int64, CPU) and its spare last pages [turns, B]."""
     within = torch.arange(page_size)
     slots = [

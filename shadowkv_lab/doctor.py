@@ -22,8 +22,9 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-def examine(model: "str | Geometry" = "glm-5", tensor_parallel: int = 8,
-            device: str | None = None) -> list[Finding]:  # fmt: skip
+def examine(
+    model: "str | Geometry" = "glm-5", tensor_parallel: int = 8, device: str | None = None
+) -> list[Finding]:
     """Everything that decides what the lab can measure here, the strategies last."""
     geometry = load(model)
     chosen = hardware.as_device(device)
@@ -45,18 +46,20 @@ def _gpus(chosen: torch.device) -> Iterator[Finding]:
         major, minor = torch.cuda.get_device_capability(name)
         mark = " (chosen)" if torch.device(name) == chosen else ""
         yield Finding(
-            f"{name}{mark}", "ok" if card else "warn",
+            f"{name}{mark}",
+            "ok" if card else "warn",
             f"{hardware.device_title(name)}, SM{major}{minor}, "
             f"{memory.free_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB free; "
             + (f"{card.title}, {card.bandwidth_gb_per_s:.0f} GB/s" if card else "not in data/gpus"),
             "" if card else "Add a file under data/gpus: predictions for this card need it",
-        )  # fmt: skip
+        )
         for holder in hardware.holders(name):
             yield Finding(
-                f"{name} memory", "warn",
+                f"{name} memory",
+                "warn",
                 f"{holder.name} (pid {holder.pid}) holds {holder.bytes / 2**30:.1f} GiB",
                 "Stop it, or choose another GPU with --device",
-            )  # fmt: skip
+            )
     yield Finding(
         "driver", "ok", f"{hardware.clocks(chosen).driver or 'unknown'}, torch for CUDA {built}"
     )
@@ -69,13 +72,25 @@ def _why_no_gpu(built: str | None) -> Finding:
         asked = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False)
         listed = asked.stdout.strip() if asked.returncode == 0 else ""
     if not listed:
-        return Finding("GPU", "warn", "no NVIDIA GPU: measurements run on the CPU, at small pools",
-                       "Recorded H200 runs are shown beside them")  # fmt: skip
+        return Finding(
+            "GPU",
+            "warn",
+            "no NVIDIA GPU: measurements run on the CPU, at small pools",
+            "Recorded H200 runs are shown beside them",
+        )
     if built is None:
-        return Finding("GPU", "no", f"{listed.splitlines()[0]}, but torch is a CPU build",
-                       "Install a CUDA build of torch in this environment")  # fmt: skip
-    return Finding("GPU", "no", f"{listed.splitlines()[0]}, but torch (CUDA {built}) cannot use it",
-                   "Update the driver, or install a torch built for an older CUDA")  # fmt: skip
+        return Finding(
+            "GPU",
+            "no",
+            f"{listed.splitlines()[0]}, but torch is a CPU build",
+            "Install a CUDA build of torch in this environment",
+        )
+    return Finding(
+        "GPU",
+        "no",
+        f"{listed.splitlines()[0]}, but torch (CUDA {built}) cannot use it",
+        "Update the driver, or install a torch built for an older CUDA",
+    )
 
 
 def _libraries(device: torch.device) -> Iterator[Finding]:
@@ -94,16 +109,25 @@ def _libraries(device: torch.device) -> Iterator[Finding]:
         for name in ("nvcc", "ninja"):
             path = hardware.tool(name)
             yield Finding(
-                name, "ok" if path else "no",
-                "found: flashinfer can compile its kernels" if path else "missing: flashinfer "
-                "compiles its MLA kernels on first use",
-                "" if path else "Install the CUDA toolkit and set CUDA_HOME" if name == "nvcc"
+                name,
+                "ok" if path else "no",
+                "found: flashinfer can compile its kernels"
+                if path
+                else "missing: flashinfer compiles its MLA kernels on first use",
+                ""
+                if path
+                else "Install the CUDA toolkit and set CUDA_HOME"
+                if name == "nvcc"
                 else "pip install ninja",
-            )  # fmt: skip
+            )
     revision = os.environ.get("TRITON_INTERPRET")
     if revision == "1":
-        yield Finding("triton", "warn", "TRITON_INTERPRET=1: kernels run in Python, times are void",
-                      "Unset it")  # fmt: skip
+        yield Finding(
+            "triton",
+            "warn",
+            "TRITON_INTERPRET=1: kernels run in Python, times are void",
+            "Unset it",
+        )
 
 
 def _strategies(geometry: Geometry, heads: int, device: torch.device) -> Iterator[Finding]:

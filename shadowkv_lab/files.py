@@ -16,8 +16,9 @@ def replacing(path: Path):
     `CannotWrite`.
     """
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial",
-                                             dir=path.parent)  # fmt: skip
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".partial", dir=path.parent
+        )
     except OSError as error:
         raise CannotWrite(f"{path} cannot be written ({error.strerror})") from None
     try:
@@ -49,8 +50,11 @@ def ready(path: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise CannotWrite(f"{path} cannot be written ({error.strerror})", "",
-                          "Name a file in a folder that you may write to") from None  # fmt: skip
+        raise CannotWrite(
+            f"{path} cannot be written ({error.strerror})",
+            "",
+            "Name a file in a folder that you may write to",
+        ) from None
     if path.is_dir():
         raise CannotWrite(f"{path} is a folder", "the name of a file")
     return path

@@ -212,8 +212,9 @@ def git_revision() -> str:
     package = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:
-        found = subprocess.run(["git", "-C", str(package), *arguments], capture_output=True,
-                               text=True, check=True)  # fmt: skip
+        found = subprocess.run(
+            ["git", "-C", str(package), *arguments], capture_output=True, text=True, check=True
+        )
         return found.stdout.strip()
 
     try:

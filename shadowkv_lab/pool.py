@@ -121,9 +121,19 @@ class Pool:
     `append` is the function that stores rows; kernels.append has a faster one.
     """
 
-    def __init__(self, geometry: Geometry, pool_tokens: int, storage: Sequence[tuple[str, ...]], *,
-                 page_size: int = 1, device: str | torch.device = "cpu", order: str = "contiguous",
-                 seed: int = 0, mirror: str = "exact", append=reference.append):  # fmt: skip
+    def __init__(
+        self,
+        geometry: Geometry,
+        pool_tokens: int,
+        storage: Sequence[tuple[str, ...]],
+        *,
+        page_size: int = 1,
+        device: str | torch.device = "cpu",
+        order: str = "contiguous",
+        seed: int = 0,
+        mirror: str = "exact",
+        append=reference.append,
+    ):
         if mirror not in ("exact", "original"):
             raise BadSize(f"Mirror {mirror!r}", "exact, original")
         self.geometry, self.pool_tokens, self.page_size = geometry, pool_tokens, page_size
@@ -267,8 +277,9 @@ class Pool:
         self.allocator.free(batch.held_pages * self.page_size)
 
 
-def check_load(geometry: Geometry, pool_tokens: int, concurrency: int, context: int,
-               page_size: int = 1) -> None:  # fmt: skip
+def check_load(
+    geometry: Geometry, pool_tokens: int, concurrency: int, context: int, page_size: int = 1
+) -> None:
     """Raise `BadSize` or `LoadDoesNotFit` for a load that no pool of this size can hold."""
     if concurrency < 1:
         raise BadSize(f"Concurrency {concurrency}", "1 or more requests")
@@ -287,9 +298,16 @@ def check_load(geometry: Geometry, pool_tokens: int, concurrency: int, context: 
         )
 
 
-def check_fits(geometry: Geometry, pool_tokens: int, storage: Sequence[tuple[str, ...]],
-               page_size: int, device: torch.device, *, extra_bytes: int = 0,
-               extra_token_bytes: int = 0) -> None:  # fmt: skip
+def check_fits(
+    geometry: Geometry,
+    pool_tokens: int,
+    storage: Sequence[tuple[str, ...]],
+    page_size: int,
+    device: torch.device,
+    *,
+    extra_bytes: int = 0,
+    extra_token_bytes: int = 0,
+) -> None:
     """Raise `PoolDoesNotFit` or `GpuBusy` before a pool and its scratch are allocated.
 
     `extra_token_bytes` is scratch that grows with the pool, `extra_bytes` what does not.

@@ -171,8 +171,9 @@ def test_a_file_without_queries(tmp_path):
 
 def test_attention_progress(pool):
     seen = []
-    accuracy.attention_errors(pool, [parse("full_cast"), parse("shadow")],
-                              progress=lambda text, done: seen.append(done))  # fmt: skip
+    accuracy.attention_errors(
+        pool, [parse("full_cast"), parse("shadow")], progress=lambda text, done: seen.append(done)
+    )
     assert seen == [0.0, 0.5, 1.0]
 
 
@@ -237,8 +238,11 @@ def test_the_cache_stores_what_the_storage_stores(checkpoint_dir):
     loaded, ids = checkpoint.load_model(checkpoint_dir, 1), capture.tokenise(checkpoint_dir, TEXT)
     kept = {}
     for name in ("own", *accuracy.STORAGES):
-        cache = (DynamicCache(config=loaded.model.config) if name == "own"
-                 else model.quantised_cache(loaded.model.config, name, [2.0]))  # fmt: skip
+        cache = (
+            DynamicCache(config=loaded.model.config)
+            if name == "own"
+            else model.quantised_cache(loaded.model.config, name, [2.0])
+        )
         with torch.no_grad():
             loaded.model.model(
                 ids[None], use_cache=True, **{capture.cache_argument(loaded.model.model): cache}
@@ -275,8 +279,10 @@ def test_the_paragraph_computes_its_choice_and_states_its_data(pool):
     assert "says nothing of a trained model" in told
     assert "speak for packed" in told and "656 B" in told and "keep BF16 (1152 B)" in told
     # With other numbers, another choice: fp8 within 25 % of the least takes the fewest bytes.
-    level = [e._replace(kl=1e-3 if e.name == "packed" else 1.2e-3, output=0.01)
-             for e in accuracy.storage_attention(pool)]  # fmt: skip
+    level = [
+        e._replace(kl=1e-3 if e.name == "packed" else 1.2e-3, output=0.01)
+        for e in accuracy.storage_attention(pool)
+    ]
     told = accuracy.choose(pool, accuracy.storage_errors(pool), level)
     assert "speak for e4m3" in told and "576 B: 1.0% off, KL 1.2e-03" in told
 

@@ -10,9 +10,15 @@ from shadowkv_lab import hardware
 from shadowkv_lab.measure import records
 
 CONFIG = dict(
-    num_hidden_layers=2, num_attention_heads=8, kv_lora_rank=512, qk_rope_head_dim=64,
-    qk_nope_head_dim=192, v_head_dim=256, hidden_size=1024, max_position_embeddings=4096,
-)  # fmt: skip
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    hidden_size=1024,
+    max_position_embeddings=4096,
+)
 
 
 def shadowkv(*arguments, ok=True):
@@ -27,14 +33,31 @@ def shadowkv(*arguments, ok=True):
 def small(tmp_path):
     """A two-layer model's config.json, and options for a pool that takes a moment."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return ("--model", tmp_path, "--pool-tokens", 256, "--context", 16, "--heads", 4,
-            "--device", "cpu")  # fmt: skip
+    return (
+        "--model",
+        tmp_path,
+        "--pool-tokens",
+        256,
+        "--context",
+        16,
+        "--heads",
+        4,
+        "--device",
+        "cpu",
+    )
 
 
 def test_measure_prints_json_and_records_the_same_runs(small, tmp_path):
     record = tmp_path / "runs.jsonl"
-    out = shadowkv("measure", *small, "--strategies", "full_cast,shadow(layers=1)",
-                   "--record", record, "--json")  # fmt: skip
+    out = shadowkv(
+        "measure",
+        *small,
+        "--strategies",
+        "full_cast,shadow(layers=1)",
+        "--record",
+        record,
+        "--json",
+    )
     runs = json.loads(out)
     assert [r["strategy"] for r in runs] == ["full_cast", "shadow(layers=1)"]
     recorded = records.read(record)

@@ -57,9 +57,15 @@ def test_index_keys_are_counted_where_they_are_held():
 
 
 CONFIG = dict(
-    num_hidden_layers=4, num_attention_heads=8, kv_lora_rank=512, qk_rope_head_dim=64,
-    qk_nope_head_dim=128, v_head_dim=128, hidden_size=1024, max_position_embeddings=4096,
-)  # fmt: skip
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    hidden_size=1024,
+    max_position_embeddings=4096,
+)
 
 
 def test_config_from_dict_file_and_folder(tmp_path):
@@ -73,8 +79,9 @@ def test_config_from_dict_file_and_folder(tmp_path):
 
 def test_yarn_and_indexer_types_of_a_config():
     yarn = dict(rope_type="yarn", factor=40, mscale_all_dim=1.0)
-    config = CONFIG | dict(rope_parameters=yarn, index_head_dim=128,
-                           indexer_types=["full", "shared", "full", "full"])  # fmt: skip
+    config = CONFIG | dict(
+        rope_parameters=yarn, index_head_dim=128, indexer_types=["full", "shared", "full", "full"]
+    )
     model = geometry.load(config)
     assert model.softmax_scale == pytest.approx(192**-0.5 * 1.8738542070926265)
     assert model.index_layers == 3

@@ -21,8 +21,11 @@ def bench(tiny):
 def test_runs_say_what_was_measured(bench):
     runs = list(decode.measure(bench, parse_list("full_cast,shadow"), [256], [(2, 16), (1, 8)]))
     assert [(r.strategy, r.concurrency, r.context) for r in runs] == [
-        ("full_cast", 2, 16), ("full_cast", 1, 8), ("shadow", 2, 16), ("shadow", 1, 8),
-    ]  # fmt: skip
+        ("full_cast", 2, 16),
+        ("full_cast", 1, 8),
+        ("shadow", 2, 16),
+        ("shadow", 1, 8),
+    ]
     for r in runs:
         assert r.mode == "eager" and r.live_tokens == r.concurrency * r.context
         assert 0 < r.error < 6e-3 and r.samples >= 5
@@ -92,8 +95,9 @@ def test_everything_is_checked_before_anything_is_allocated(bench, monkeypatch):
 
 def test_sample_takes_the_median_and_prepares_each_sample():
     turns, calls = [], []
-    found = timing.sample(lambda: calls.append(1), CPU, before=turns.append, min_samples=9,
-                          max_samples=9, warmup=3)  # fmt: skip
+    found = timing.sample(
+        lambda: calls.append(1), CPU, before=turns.append, min_samples=9, max_samples=9, warmup=3
+    )
     assert found.samples == 9 and len(calls) == 12 and turns == list(range(12))
     assert found.spread_ms >= 0 and 0 < found.median_ms < 10
 

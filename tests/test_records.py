@@ -9,15 +9,50 @@ from shadowkv_lab import data
 from shadowkv_lab.errors import BadRecord
 from shadowkv_lab.measure import records
 
-ORIGIN = records.Origin("GPU", 1980, 3201, 84.0, "580", "2.13.0", None, None, 4200.0, 4100.0,
-                        "abc", "2026-11-29T00:00:00+00:00", "shadowkv measure")  # fmt: skip
+ORIGIN = records.Origin(
+    "GPU",
+    1980,
+    3201,
+    84.0,
+    "580",
+    "2.13.0",
+    None,
+    None,
+    4200.0,
+    4100.0,
+    "abc",
+    "2026-11-29T00:00:00+00:00",
+    "shadowkv measure",
+)
 RUN = records.Run(
-    strategy="shadow", model="glm-5", layers=78, heads=8, pool_tokens=64, concurrency=1, context=8,
-    live_tokens=8, new_tokens=1, page_size=1, slot_order="random", source="synthetic",
-    backend="reference", mode="eager", step_ms=4.0, step_spread_ms=0.1, cast_ms=0.0,
-    attention_ms=3.0, write_ms=0.5, residual_ms=0.5, plan_ms=0.1, samples=9, kept_bytes=1,
-    allocated_bytes=2, error=1e-3, clipped=0, origin=ORIGIN,
-)  # fmt: skip
+    strategy="shadow",
+    model="glm-5",
+    layers=78,
+    heads=8,
+    pool_tokens=64,
+    concurrency=1,
+    context=8,
+    live_tokens=8,
+    new_tokens=1,
+    page_size=1,
+    slot_order="random",
+    source="synthetic",
+    backend="reference",
+    mode="eager",
+    step_ms=4.0,
+    step_spread_ms=0.1,
+    cast_ms=0.0,
+    attention_ms=3.0,
+    write_ms=0.5,
+    residual_ms=0.5,
+    plan_ms=0.1,
+    samples=9,
+    kept_bytes=1,
+    allocated_bytes=2,
+    error=1e-3,
+    clipped=0,
+    origin=ORIGIN,
+)
 
 
 def test_round_trip(tmp_path):

@@ -47,9 +47,27 @@ def test_importing_the_package_brings_no(module):
 
 def test_layers_import_downwards_only():
     """DESIGN: geometry, hardware -> pool, kernels -> strategies -> measure | predict -> ui."""
-    order = ["errors", "files", "data", "geometry", "hardware", "batch", "kernels", "pool",
-             "sources", "strategies", "measure", "accuracy", "predict", "serving", "sglang",
-             "doctor", "ui", "cli", "__main__"]  # fmt: skip
+    order = [
+        "errors",
+        "files",
+        "data",
+        "geometry",
+        "hardware",
+        "batch",
+        "kernels",
+        "pool",
+        "sources",
+        "strategies",
+        "measure",
+        "accuracy",
+        "predict",
+        "serving",
+        "sglang",
+        "doctor",
+        "ui",
+        "cli",
+        "__main__",
+    ]
     for path in (ROOT / "shadowkv_lab").rglob("*.py"):
         place = path.relative_to(ROOT / "shadowkv_lab").parts[0].removesuffix(".py")
         if place == "__init__":

@@ -39,9 +39,15 @@ def runnable(name: str, device: torch.device) -> bool:
 def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, tokens=256, mirror=None):
     strategy = parse(name)
     pool = Pool(
-        tiny, tokens, strategy.storage(tiny), device=device, order="random", page_size=page_size,
-        mirror=getattr(strategy, "mirror", "exact"), append=kernels.mover("append", device),
-    )  # fmt: skip
+        tiny,
+        tokens,
+        strategy.storage(tiny),
+        device=device,
+        order="random",
+        page_size=page_size,
+        mirror=getattr(strategy, "mirror", "exact"),
+        append=kernels.mover("append", device),
+    )
     synthetic.fill(pool, seed=3)
     return DecodeStep(strategy, pool, pool.batch(concurrency, context), heads=8)
 
@@ -80,8 +86,9 @@ def test_names():
     for text in ("full_cast", "shadow(layers=26)", "shadow(layers=26,mirror=original)"):
         assert parse(text).label == text
     assert [s.label for s in parse_list("shadow(layers=26,mirror=original),full_cast")] == [
-        "shadow(layers=26,mirror=original)", "full_cast",
-    ]  # fmt: skip
+        "shadow(layers=26,mirror=original)",
+        "full_cast",
+    ]
     assert parse(" shadow ( layers = 26 ) ").layers == 26
     with pytest.raises(UnknownName, match="Did you mean 'shadow'"):
         parse("shdow")
@@ -149,8 +156,14 @@ def test_shadow_equals_full_cast_bit_for_bit(tiny, device):
         outputs = []
         for name in ("full_cast", "shadow"):
             strategy = parse(name)
-            pool = Pool(tiny, 128, strategy.storage(tiny), device=device, page_size=page_size,
-                        append=kernels.mover("append", device))  # fmt: skip
+            pool = Pool(
+                tiny,
+                128,
+                strategy.storage(tiny),
+                device=device,
+                page_size=page_size,
+                append=kernels.mover("append", device),
+            )
             synthetic.fill(pool, seed)
             noise = torch.Generator().manual_seed(seed)
             one, two = pool.allocate(8), pool.allocate(8)
@@ -167,8 +180,9 @@ def test_shadow_equals_full_cast_bit_for_bit(tiny, device):
                     one = pool.allocate(8)
             pool.free(one)  # the batch may now be given slots that were written above
             pool.free(two)
-            step = DecodeStep(strategy, pool, pool.batch(2, context), heads=4, seed=seed,
-                              backend="reference")  # fmt: skip
+            step = DecodeStep(
+                strategy, pool, pool.batch(2, context), heads=4, seed=seed, backend="reference"
+            )
             step.step()
             outputs.append(step.out)
         assert not outputs[0].isnan().any()
@@ -182,8 +196,9 @@ def test_shadow_equals_full_cast_bit_for_bit(tiny, device):
 def test_shadow_equals_full_cast_with_flashinfer(tiny, page_size):
     outputs = []
     for name in ("full_cast", "shadow", "shadow(layers=1)"):
-        step = step_of(tiny, name, torch.device("cuda:0"), page_size=page_size, context=300,
-                       tokens=2048)  # fmt: skip
+        step = step_of(
+            tiny, name, torch.device("cuda:0"), page_size=page_size, context=300, tokens=2048
+        )
         step.batch.advance(1)
         step.step()
         outputs.append(step.out.view(torch.int16))

@@ -21,16 +21,30 @@ from shadowkv_lab.accuracy.storage import (
 from shadowkv_lab.sources.poolfile import PoolFile
 
 __all__ = [
-    "STORAGES", "AttentionError", "Coherence", "ModelError", "StorageError", "attention_errors",
-    "channel_errors", "choose", "coherence", "model_errors", "round_trip", "storage_attention",
+    "STORAGES",
+    "AttentionError",
+    "Coherence",
+    "ModelError",
+    "StorageError",
+    "attention_errors",
+    "channel_errors",
+    "choose",
+    "coherence",
+    "model_errors",
+    "round_trip",
+    "storage_attention",
     "storage_errors",
-]  # fmt: skip
+]
 
 ENOUGH = 1.25  # a storage this near the least error of the 8-bit ones is as good as it
 
 
-def choose(file: PoolFile, rows: Sequence[StorageError], attention: Sequence[AttentionError],
-           model: Sequence[ModelError] = ()) -> str:  # fmt: skip
+def choose(
+    file: PoolFile,
+    rows: Sequence[StorageError],
+    attention: Sequence[AttentionError],
+    model: Sequence[ModelError] = (),
+) -> str:
     """One paragraph: which storage these numbers speak for, and what data they are from.
 
     `attention` is that of the storages alone, BF16 among them.

@@ -57,8 +57,9 @@ class _Exact(NamedTuple):
     log_p: torch.Tensor  # [Q, H, T], -inf where a query does not look
 
 
-def exact(q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, scale: float,
-          rank: int) -> _Exact:  # fmt: skip
+def exact(
+    q: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, scale: float, rank: int
+) -> _Exact:
     """Queries [Q, H, row] over rows [T, row]; the query at position p sees rows 0 to p."""
     rows = rows.double()
     scores = torch.einsum("qhr,tr->qht", q.double(), rows) * scale
@@ -92,8 +93,9 @@ def storage_attention(
             )
             kept = file.geometry.row_bytes(STORAGES[name].row_bytes)
             off, kl = relative(ours.out, wanted.out), divergence(wanted.log_p, ours.log_p)
-            found.append(AttentionError(name, layer, kept, off, off, 0.0, float(kl.mean()),
-                                        float(kl.max())))  # fmt: skip
+            found.append(
+                AttentionError(name, layer, kept, off, off, 0.0, float(kl.mean()), float(kl.max()))
+            )
     return found
 
 
@@ -127,14 +129,20 @@ def _error(file: PoolFile, strategy: Strategy, step: DecodeStep, index: int, lay
     ours = exact(q, stored, positions, geometry.softmax_scale, rank)
     out, kl = step.out[index].cpu(), divergence(wanted.log_p, ours.log_p)
     return AttentionError(
-        strategy.label, layer, geometry.row_bytes("+".join(strategy.at(index).kinds)),
-        relative(out, wanted.out), relative(ours.out, wanted.out), relative(out, ours.out),
-        float(kl.mean()), float(kl.max()),
-    )  # fmt: skip
+        strategy.label,
+        layer,
+        geometry.row_bytes("+".join(strategy.at(index).kinds)),
+        relative(out, wanted.out),
+        relative(ours.out, wanted.out),
+        relative(out, ours.out),
+        float(kl.mean()),
+        float(kl.max()),
+    )
 
 
-def prepared(file: PoolFile, strategy: Strategy, device: str | torch.device = "cpu",
-             backend: str = "auto") -> DecodeStep:  # fmt: skip
+def prepared(
+    file: PoolFile, strategy: Strategy, device: str | torch.device = "cpu", backend: str = "auto"
+) -> DecodeStep:
     """A decode step over the file's rows in slots 1 to T, each query at its own position.
 
     The queries share slots, as requests with a common prefix do. Rows go through the pool's write
@@ -142,8 +150,13 @@ def prepared(file: PoolFile, strategy: Strategy, device: str | torch.device = "c
     """
     layers = len(file.layers)
     geometry = replace(file.geometry, layers=layers, index_layers=0)
-    pool = Pool(geometry, file.tokens, strategy.storage(geometry), device=device,
-                mirror=getattr(strategy, "mirror", "exact"))  # fmt: skip
+    pool = Pool(
+        geometry,
+        file.tokens,
+        strategy.storage(geometry),
+        device=device,
+        mirror=getattr(strategy, "mirror", "exact"),
+    )
     slots = pool.allocate(file.tokens)
     for index in range(layers):
         pool.write(index, slots, file.rows(index).bfloat16().to(device))
@@ -164,9 +177,10 @@ def _queries(file: PoolFile, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     queries, positions = file.extra("queries", index), file.extra("query_positions")
     if queries is None or positions is None:
         raise BadTensorFile(
-            f"{file.name} has no queries", "pool files that shadowkv capture wrote",
+            f"{file.name} has no queries",
+            "pool files that shadowkv capture wrote",
             "Attention error needs real queries; a server's snapshot has rows alone",
-        )  # fmt: skip
+        )
     return queries, positions
 
 
@@ -184,11 +198,18 @@ def coherence(
         step.pool.load(slots, step.pool.save(slots))  # as after a retraction or a HiCache hit
         step.run("cast", "attend")
         again.append(step.out.clone())
-    wanted = torch.stack([
-        exact(*_queries(file, i)[:1], file.rows(i), _queries(file, i)[1],
-              file.geometry.softmax_scale, file.geometry.kv_lora_rank).out
-        for i in range(len(file.layers))
-    ])  # fmt: skip
+    wanted = torch.stack(
+        [
+            exact(
+                *_queries(file, i)[:1],
+                file.rows(i),
+                _queries(file, i)[1],
+                file.geometry.softmax_scale,
+                file.geometry.kv_lora_rank,
+            ).out
+            for i in range(len(file.layers))
+        ]
+    )
     off = [relative(out.cpu(), wanted) for out in fresh]
     return Coherence(
         exact_equals_full_cast=torch.equal(fresh[0], fresh[1]),

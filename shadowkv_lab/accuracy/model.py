@@ -57,11 +57,17 @@ def quantised_cache(config, storage: str, scales: Sequence[float] | None = None)
 
 
 @torch.no_grad()
-def model_errors(checkpoint_dir: Path | str, text: str | Path,
-                 storages: Sequence[str] = tuple(STORAGES), *, chunk_tokens: int = 512,
-                 max_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16,
-                 device: str | torch.device = "cpu",
-                 progress: Progress = lambda text, done: None) -> list[ModelError]:  # fmt: skip
+def model_errors(
+    checkpoint_dir: Path | str,
+    text: str | Path,
+    storages: Sequence[str] = tuple(STORAGES),
+    *,
+    chunk_tokens: int = 512,
+    max_tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    progress: Progress = lambda text, done: None,
+) -> list[ModelError]:
     """The model error of each storage over a text.
 
     In float32 the unquantised cache is float32, so that BF16 has an error of its own; in BF16, as
@@ -76,9 +82,12 @@ def model_errors(checkpoint_dir: Path | str, text: str | Path,
     if len(ids) < 2:
         raise BadSize(f"A text of {len(ids)} tokens", "2 or more", "Nothing is predicted otherwise")
     loaded = checkpoint.load_model(
-        directory, head=True, dtype=dtype, device=device,
+        directory,
+        head=True,
+        dtype=dtype,
+        device=device,
         progress=lambda t, done: progress(t, 0.2 * done),
-    )  # fmt: skip
+    )
     capture.check_tokens(len(ids), loaded.geometry)
     share = 0.8 / (len(storages) + 1)
 
@@ -111,5 +120,12 @@ def compare(
         math.exp(-float(p.gather(1, next_ids[:, None]).mean())) for p in (ours, own)
     )
     same = (own.argmax(-1) == ours.argmax(-1)).double().mean()
-    return ModelError(storage, float(kl.mean()), float(kl.max()), float(same), ours_ppl,
-                      ours_ppl - own_ppl, len(next_ids))  # fmt: skip
+    return ModelError(
+        storage,
+        float(kl.mean()),
+        float(kl.max()),
+        float(same),
+        ours_ppl,
+        ours_ppl - own_ppl,
+        len(next_ids),
+    )

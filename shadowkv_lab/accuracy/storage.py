@@ -87,14 +87,20 @@ def errors_of(
     for part, span in (("latent", slice(0, rank)), ("rope", slice(rank, None))):
         a, b = exact[:, span], stored[:, span]
         holds_less = storage in ("fp8", "fp8_scaled")  # elsewhere the range suffices
-        found.append(StorageError(
-            storage, layer, part, geometry.row_bytes(STORAGES[storage].row_bytes), scale,
-            relative_l2=float((b - a).norm() / a.norm()),
-            cosine=float(torch.cosine_similarity(a, b, dim=1).mean()),
-            max_abs=float((b - a).abs().max()),
-            clipped=float((a.abs() > FP8_MAX * scale).double().mean()) if holds_less else 0.0,
-            flushed=float(((a != 0) & (b == 0)).double().mean()),
-        ))  # fmt: skip
+        found.append(
+            StorageError(
+                storage,
+                layer,
+                part,
+                geometry.row_bytes(STORAGES[storage].row_bytes),
+                scale,
+                relative_l2=float((b - a).norm() / a.norm()),
+                cosine=float(torch.cosine_similarity(a, b, dim=1).mean()),
+                max_abs=float((b - a).abs().max()),
+                clipped=float((a.abs() > FP8_MAX * scale).double().mean()) if holds_less else 0.0,
+                flushed=float(((a != 0) & (b == 0)).double().mean()),
+            )
+        )
     return found
 
 

@@ -11,8 +11,9 @@ from shadowkv_lab.cli import AsJson, Device, Model, app, console, integers, prog
 
 
 @app.command()
-def doctor(model: Model = "glm-5", tensor_parallel: int = 8, device: Device = None,
-           as_json: AsJson = False) -> None:  # fmt: skip
+def doctor(
+    model: Model = "glm-5", tensor_parallel: int = 8, device: Device = None, as_json: AsJson = False
+) -> None:
     """Say which GPU is here, what will run on it, what not, and the remedy."""
     from shadowkv_lab import doctor
 
@@ -39,12 +40,19 @@ def rules(
     from shadowkv_lab.kernels import rules
 
     shape = geometry.load(model)
-    table = rules.compatibility(rules.Serving(
-        compute_capability=hardware.card(gpu).compute_capability, kv_dtype=kv_dtype,
-        heads=heads or shape.heads_per_gpu(8), page_size=page_size, dsa=shape.dsa,
-        qk_nope_head_dim=shape.qk_nope_head_dim, kv_lora_rank=shape.kv_lora_rank,
-        qk_rope_head_dim=shape.qk_rope_head_dim,
-    ), as_of)  # fmt: skip
+    table = rules.compatibility(
+        rules.Serving(
+            compute_capability=hardware.card(gpu).compute_capability,
+            kv_dtype=kv_dtype,
+            heads=heads or shape.heads_per_gpu(8),
+            page_size=page_size,
+            dsa=shape.dsa,
+            qk_nope_head_dim=shape.qk_nope_head_dim,
+            kv_lora_rank=shape.kv_lora_rank,
+            qk_rope_head_dim=shape.qk_rope_head_dim,
+        ),
+        as_of,
+    )
     if as_json:
         typer.echo(table.to_json(orient="records", indent=1))
         return
@@ -91,9 +99,15 @@ def measure(
         (c, n) for c in integers(concurrency, "concurrency") for n in integers(context, "context")
     ]
     bench = decode.Bench(
-        shape, heads or shape.heads_per_gpu(8), hardware.as_device(device), backend=backend,
-        page_size=page_size, order=order, seed=seed, modes=tuple(modes.split(",")),
-    )  # fmt: skip
+        shape,
+        heads or shape.heads_per_gpu(8),
+        hardware.as_device(device),
+        backend=backend,
+        page_size=page_size,
+        order=order,
+        seed=seed,
+        modes=tuple(modes.split(",")),
+    )
     if pool_file:
         from shadowkv_lab.sources import poolfile
 
@@ -117,12 +131,23 @@ def measure(
     console.print(
         f"{shape.name}, {runs[0]['heads']} heads, on {runs[0]['origin']['device']}: measured"
     )
-    show(runs, dict(
-        strategy="strategy", mode="mode", pool_tokens="pool", load="load", step_ms="step ms",
-        step_spread_ms="spread", cast_ms="cast", attention_ms="attend", write_ms="write",
-        residual_ms="resid.",
-        kept_gib="GiB", error="error",
-    ))  # fmt: skip
+    show(
+        runs,
+        dict(
+            strategy="strategy",
+            mode="mode",
+            pool_tokens="pool",
+            load="load",
+            step_ms="step ms",
+            step_spread_ms="spread",
+            cast_ms="cast",
+            attention_ms="attend",
+            write_ms="write",
+            residual_ms="resid.",
+            kept_gib="GiB",
+            error="error",
+        ),
+    )
     if disturbed := records.noisy(pd.DataFrame(runs)):
         console.print(f"noisy: {', '.join(disturbed)}: {records.NOISY}")
 
@@ -164,10 +189,23 @@ def bench_kernels(
     if as_json:
         typer.echo(text)
         return
-    console.print(f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
-                  f"{origin['copy_gb_per_s']:,.0f} GB/s")  # fmt: skip
-    show(rows, dict(kernel="kernel", shape="shape", heads="heads", ms="ms", gb_per_s="GB/s",
-                    of_copy="of copy", error="error", ratio="ours / this"))  # fmt: skip
+    console.print(
+        f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
+        f"{origin['copy_gb_per_s']:,.0f} GB/s"
+    )
+    show(
+        rows,
+        dict(
+            kernel="kernel",
+            shape="shape",
+            heads="heads",
+            ms="ms",
+            gb_per_s="GB/s",
+            of_copy="of copy",
+            error="error",
+            ratio="ours / this",
+        ),
+    )
 
 
 @bench.command("serving")

@@ -13,23 +13,59 @@ CASE_GPU = "rtx-pro-6000-server"
 
 # What `reproduce` prints of each table; the CSV files hold all of it.
 PRINTED = {
-    "arithmetic": ("The arithmetic", {
-        "what": "what", "formula": "from", "value": "value", "unit": "", "published": "published",
-        "agrees": "agrees"}),
-    "measured": ("Measured here, and recorded", {
-        "strategy": "strategy", "device": "device", "pool_tokens": "pool", "scaled": "scaled",
-        "step_ms": "step ms", "tpot_ms": "TPOT ms", "tokens_per_s": "tok/s", "error": "error",
-        "provenance": "provenance"}),
-    "does_not_add_up": ("What does not add up", {
-        "hypothesis": "hypothesis", "tpot_ms": "TPOT ms", "off_ms": "off by", "gb_per_s": "GB/s",
-        "total_gib": "GiB", "fits_server": "fits", "under_server": "under Server's GB/s",
-        "under_workstation": "under Workstation's"}),
-    "verdict": ("The verdict", {
-        "strategy": "strategy", "step_ms": "step ms", "tpot_ms": "TPOT ms",
-        "tokens_per_s": "tok/s", "gib_for_pool": "GiB", "fits": "fits",
-        "tokens_that_fit": "tokens that fit", "tokens_per_s_per_gib": "tok/s/GiB",
-        "provenance": "provenance"}),
-}  # fmt: skip
+    "arithmetic": (
+        "The arithmetic",
+        {
+            "what": "what",
+            "formula": "from",
+            "value": "value",
+            "unit": "",
+            "published": "published",
+            "agrees": "agrees",
+        },
+    ),
+    "measured": (
+        "Measured here, and recorded",
+        {
+            "strategy": "strategy",
+            "device": "device",
+            "pool_tokens": "pool",
+            "scaled": "scaled",
+            "step_ms": "step ms",
+            "tpot_ms": "TPOT ms",
+            "tokens_per_s": "tok/s",
+            "error": "error",
+            "provenance": "provenance",
+        },
+    ),
+    "does_not_add_up": (
+        "What does not add up",
+        {
+            "hypothesis": "hypothesis",
+            "tpot_ms": "TPOT ms",
+            "off_ms": "off by",
+            "gb_per_s": "GB/s",
+            "total_gib": "GiB",
+            "fits_server": "fits",
+            "under_server": "under Server's GB/s",
+            "under_workstation": "under Workstation's",
+        },
+    ),
+    "verdict": (
+        "The verdict",
+        {
+            "strategy": "strategy",
+            "step_ms": "step ms",
+            "tpot_ms": "TPOT ms",
+            "tokens_per_s": "tok/s",
+            "gib_for_pool": "GiB",
+            "fits": "fits",
+            "tokens_that_fit": "tokens that fit",
+            "tokens_per_s_per_gib": "tok/s/GiB",
+            "provenance": "provenance",
+        },
+    ),
+}
 
 
 @app.command()
@@ -53,9 +89,16 @@ def budget(
     """Say what fits: memory term by term, and each strategy's tokens and requests."""
     from shadowkv_lab.predict import budget, logs
 
-    options = dict(tensor_parallel=tensor_parallel, weights_gib=weights_gib,
-                   mem_fraction_static=mem_fraction_static, context=context,
-                   concurrency=concurrency, kv_gib=kv_gib, index=index, mtp=mtp)  # fmt: skip
+    options = dict(
+        tensor_parallel=tensor_parallel,
+        weights_gib=weights_gib,
+        mem_fraction_static=mem_fraction_static,
+        context=context,
+        concurrency=concurrency,
+        kv_gib=kv_gib,
+        index=index,
+        mtp=mtp,
+    )
     if smallest_card:
         for name in ("context", "concurrency"):
             options.pop(name)
@@ -74,9 +117,16 @@ def budget(
         _print(table, as_json)
         return
     console.print(plan.formula)
-    columns = dict(strategy="strategy", token_bytes="B/token", tokens="tokens",
-                   requests=f"requests of {context:,}", kept_gib="kept GiB",
-                   scratch_gib="scratch GiB", left_gib="left GiB", fits="fits")  # fmt: skip
+    columns = dict(
+        strategy="strategy",
+        token_bytes="B/token",
+        tokens="tokens",
+        requests=f"requests of {context:,}",
+        kept_gib="kept GiB",
+        scratch_gib="scratch GiB",
+        left_gib="left GiB",
+        fits="fits",
+    )
     show(table.to_dict("records"), columns, f"{plan.geometry.name} on {plan.card.title}")
 
 
@@ -96,8 +146,15 @@ def predict(
     rows = []
     for found in step.predict_all(model, gpu, pool_tokens, concurrency, context, heads=heads):
         phases = {f"{p.name}_ms": p.ms for p in found.phases}
-        rows.append({"strategy": found.strategy, "step_ms": found.step_ms, **phases,
-                     "provenance": found.provenance, "how": found.how})  # fmt: skip
+        rows.append(
+            {
+                "strategy": found.strategy,
+                "step_ms": found.step_ms,
+                **phases,
+                "provenance": found.provenance,
+                "how": found.how,
+            }
+        )
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -121,8 +178,15 @@ def reproduce(
     from shadowkv_lab.predict import reproduce
 
     with progress(quiet=False) as report:
-        found = reproduce.run(device, out, card=gpu, context=context, pool_tokens=pool_tokens,
-                              profile=profile, progress=report)  # fmt: skip
+        found = reproduce.run(
+            device,
+            out,
+            card=gpu,
+            context=context,
+            pool_tokens=pool_tokens,
+            profile=profile,
+            progress=report,
+        )
     for name, (heading, columns) in PRINTED.items():
         console.print(f"\n{heading}", style="bold")
         if name in found.notes:
@@ -173,16 +237,20 @@ def compare(
     found = compare.compare(
         compare.read(before, log=before_log, trace=before_trace),
         compare.read(after, log=after_log, trace=after_trace),
-        model=model, gpu=gpu, steps=steps, layers=layers,
-    )  # fmt: skip
+        model=model,
+        gpu=gpu,
+        steps=steps,
+        layers=layers,
+    )
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
         return
     _print(found.tpot.drop(columns=["benchmark", "tpot_from"]))
     if found.cast is not None:
-        show(found.cast.assign(kernel=found.cast.kernel.map(profiled.short_name))
-             .to_dict("records"), dict(kernel="cast, ms a step", before_ms="before",
-                                       after_ms="after"))  # fmt: skip
+        show(
+            found.cast.assign(kernel=found.cast.kernel.map(profiled.short_name)).to_dict("records"),
+            dict(kernel="cast, ms a step", before_ms="before", after_ms="after"),
+        )
     console.print(f"{found.left:.0%} of the cast is left ({found.left_how})")
     if found.budget is not None:
         console.print(found.budget.formula)

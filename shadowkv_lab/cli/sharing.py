@@ -24,8 +24,16 @@ def capture(
     from shadowkv_lab.sources import capture
 
     with progress(quiet=False) as report:
-        file = capture.capture(checkpoint, text, out, layers=layers, queries=queries,
-                               max_tokens=max_tokens, device=device, progress=report)  # fmt: skip
+        file = capture.capture(
+            checkpoint,
+            text,
+            out,
+            layers=layers,
+            queries=queries,
+            max_tokens=max_tokens,
+            device=device,
+            progress=report,
+        )
     console.print(f"wrote {out}: {len(file.layers)} layers x {file.tokens} tokens")
 
 

@@ -49,8 +49,9 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
     return flashinfer.FlashInferAttention(variant, reads, device)
 
 
-def check(reads: str, device: torch.device, backend: str, geometry: Geometry, heads: int,
-          page_size: int) -> None:  # fmt: skip
+def check(
+    reads: str, device: torch.device, backend: str, geometry: Geometry, heads: int, page_size: int
+) -> None:
     """Raise before anything is allocated if the kernel that `attention` would give cannot run.
 
     `BackendCannotRun` names the rule that fails, `KernelUnavailable` what is missing.

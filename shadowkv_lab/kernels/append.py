@@ -11,9 +11,19 @@ from shadowkv_lab.kernels.reference import FP8_MAX
 
 
 @triton.jit
-def append_kernel(rows, slots, fp8, bf16, counters, MAX: tl.constexpr, D: tl.constexpr,
-                  WIDTH: tl.constexpr, HAS_FP8: tl.constexpr, HAS_BF16: tl.constexpr,
-                  EXACT: tl.constexpr):  # fmt: skip
+def append_kernel(
+    rows,
+    slots,
+    fp8,
+    bf16,
+    counters,
+    MAX: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    HAS_BF16: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """One program a row of D values, padded to WIDTH lanes."""
     r = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -41,16 +51,30 @@ def append_kernel(rows, slots, fp8, bf16, counters, MAX: tl.constexpr, D: tl.con
         tl.store(bf16 + slot * D + lane, raw, mask=inside)
 
 
-def append(rows: torch.Tensor, slots: torch.Tensor, fp8: torch.Tensor | None,
-           bf16: torch.Tensor | None, counters: torch.Tensor,
-           exact: bool = True) -> None:  # fmt: skip
+def append(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    fp8: torch.Tensor | None,
+    bf16: torch.Tensor | None,
+    counters: torch.Tensor,
+    exact: bool = True,
+) -> None:
     """Write `rows` [R, D] (BF16) to `slots` [R] (int64) of `fp8` and/or `bf16` [S, D].
 
     As `reference.append`, in one launch and without a host sync.
     """
     count, width = rows.shape
     append_kernel[(count,)](
-        rows, slots, fp8, bf16, counters, MAX=FP8_MAX, D=width,
-        WIDTH=triton.next_power_of_2(width), HAS_FP8=fp8 is not None, HAS_BF16=bf16 is not None,
-        EXACT=exact, num_warps=4,
-    )  # fmt: skip
+        rows,
+        slots,
+        fp8,
+        bf16,
+        counters,
+        MAX=FP8_MAX,
+        D=width,
+        WIDTH=triton.next_power_of_2(width),
+        HAS_FP8=fp8 is not None,
+        HAS_BF16=bf16 is not None,
+        EXACT=exact,
+        num_warps=4,
+    )

@@ -19,9 +19,18 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def combine_kernel(partial, stats, splits, out, out_scale, HEADS: tl.constexpr,
-                   COLUMNS: tl.constexpr, ROWS: tl.constexpr, FINAL: tl.constexpr,
-                   PDL: tl.constexpr):  # fmt: skip
+def combine_kernel(
+    partial,
+    stats,
+    splits,
+    out,
+    out_scale,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FINAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program a request, head and COLUMNS output columns: merges the request's work items.
 
     `splits` [B + 1] says where each request's items begin; ROWS of them are merged at once. FINAL
@@ -77,8 +86,15 @@ class FusedAttention:
 
     name = "lab_fused_fp8"
 
-    def plan(self, batch: Batch, heads: int, sm_scale: float, *, row: LaunchRow | None = None,
-             **_: object) -> None:  # fmt: skip
+    def plan(
+        self,
+        batch: Batch,
+        heads: int,
+        sm_scale: float,
+        *,
+        row: LaunchRow | None = None,
+        **_: object,
+    ) -> None:
         """Choose launch parameters (the table's, or `row`), cut the work, allocate partials."""
         device = batch.pages.device
         self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
@@ -97,8 +113,15 @@ class FusedAttention:
         self.rows = min(256, triton.next_power_of_2(int(counts.max())))
         self.columns = min(128, max(16, COMBINE_VALUES // self.rows))
 
-    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor,
-            scale: float = 1.0, scales: torch.Tensor | None = None) -> None:  # fmt: skip
+    def run(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        scale: float = 1.0,
+        scales: torch.Tensor | None = None,
+    ) -> None:
         """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512].
 
         `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
@@ -117,14 +140,38 @@ class FusedAttention:
             kernel, unit = words_kernel, torch.int32
             options = {"VECTOR": row.vector, "PIPE": row.pipe, "num_stages": 1}
         kernel[(self.tiles, len(self.work))](
-            q_nope, q_pe, kv.view(unit), scales, self.partial, self.stats, self.batch.indptr,
-            self.batch.pages, self.work, self.sm_scale * latent_scale * LOG2E,
-            HEADS=self.heads, TILE=row.tile, BLOCK=row.block, PAGE=self.batch.page_size,
-            SCALED=scales is not None, ASM=on_gpu, PDL=PDL, num_warps=row.warps, **options,
+            q_nope,
+            q_pe,
+            kv.view(unit),
+            scales,
+            self.partial,
+            self.stats,
+            self.batch.indptr,
+            self.batch.pages,
+            self.work,
+            self.sm_scale * latent_scale * LOG2E,
+            HEADS=self.heads,
+            TILE=row.tile,
+            BLOCK=row.block,
+            PAGE=self.batch.page_size,
+            SCALED=scales is not None,
+            ASM=on_gpu,
+            PDL=PDL,
+            num_warps=row.warps,
+            **options,
             **({"launch_pdl": True} if PDL else {}),
-        )  # fmt: skip
+        )
         combine_kernel[(len(self.batch.lens), self.heads, RANK.value // self.columns)](
-            self.partial, self.stats, self.splits, out, latent_scale, HEADS=self.heads,
-            COLUMNS=self.columns, ROWS=self.rows, FINAL=out.dtype == torch.bfloat16, PDL=PDL,
-            num_warps=4, **({"launch_pdl": True} if PDL else {}),
-        )  # fmt: skip
+            self.partial,
+            self.stats,
+            self.splits,
+            out,
+            latent_scale,
+            HEADS=self.heads,
+            COLUMNS=self.columns,
+            ROWS=self.rows,
+            FINAL=out.dtype == torch.bfloat16,
+            PDL=PDL,
+            num_warps=4,
+            **({"launch_pdl": True} if PDL else {}),
+        )

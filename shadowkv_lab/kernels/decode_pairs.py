@@ -32,8 +32,12 @@ def even(pairs, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x4420; mov.b32 {lo, hi}, t;"
             "cvt.rn.f16x2.e4m3x2 $0, lo; }",
-            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
@@ -45,8 +49,12 @@ def odd(pairs, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 lo, hi; prmt.b32 t, $1, 0, 0x4431; mov.b32 {lo, hi}, t;"
             "cvt.rn.f16x2.e4m3x2 $0, lo; }",
-            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=r,r",
+            [pairs],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
@@ -88,10 +96,26 @@ def store_pairs(at, oe, oo, real, TILE: tl.constexpr):
 
 
 @triton.jit
-def pairs_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, sm_log2e,
-                 HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-                 PAGE: tl.constexpr, SCALED: tl.constexpr, STAGES: tl.constexpr,
-                 ASM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def pairs_kernel(
+    q_nope,
+    q_pe,
+    kv,
+    scales,
+    partial,
+    stats,
+    indptr,
+    pages,
+    work,
+    sm_log2e,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One program a work item (request, first token, end) and tile of TILE heads.
 
     Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum

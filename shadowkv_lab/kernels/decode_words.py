@@ -122,10 +122,27 @@ def query_scales(top, sm_log2e):
 
 
 @triton.jit
-def words_kernel(q_nope, q_pe, kv, scales, partial, stats, indptr, pages, work, sm_log2e,
-                  HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-                  PAGE: tl.constexpr, SCALED: tl.constexpr, VECTOR: tl.constexpr,
-                  ASM: tl.constexpr, PDL: tl.constexpr, PIPE: tl.constexpr):  # fmt: skip
+def words_kernel(
+    q_nope,
+    q_pe,
+    kv,
+    scales,
+    partial,
+    stats,
+    indptr,
+    pages,
+    work,
+    sm_log2e,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr,
+    SCALED: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+    PIPE: tl.constexpr,
+):
     """One program a work item (request, first token, end) and tile of TILE heads.
 
     Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum

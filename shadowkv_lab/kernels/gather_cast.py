@@ -13,8 +13,16 @@ LATENT = 512
 
 
 @triton.jit
-def gather_cast_kernel(source, slots, target, count, D: tl.constexpr, HEAD: tl.constexpr,
-                       TAIL: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def gather_cast_kernel(
+    source,
+    slots,
+    target,
+    count,
+    D: tl.constexpr,
+    HEAD: tl.constexpr,
+    TAIL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """target[i] = bf16(source[slots[i]]); a row of D values is read as HEAD and TAIL lanes."""
     i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = (i < count)[:, None]
@@ -32,6 +40,13 @@ def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> No
     """`out[i]` (BF16) = `fp8[slots[i]]` (e4m3) for `slots` [L] (int64); rows of 512 to 1,024."""
     count, width = len(slots), fp8.shape[1]
     gather_cast_kernel[(triton.cdiv(count, ROWS),)](
-        fp8, slots, out, count, D=width, HEAD=LATENT,
-        TAIL=triton.next_power_of_2(max(width - LATENT, 16)), ROWS=ROWS, num_warps=4,
-    )  # fmt: skip
+        fp8,
+        slots,
+        out,
+        count,
+        D=width,
+        HEAD=LATENT,
+        TAIL=triton.next_power_of_2(max(width - LATENT, 16)),
+        ROWS=ROWS,
+        num_warps=4,
+    )

@@ -25,9 +25,14 @@ def bits(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8) if rows.dtype == FP8 else rows
 
 
-def append(rows: torch.Tensor, slots: torch.Tensor, fp8: torch.Tensor | None,
-           bf16: torch.Tensor | None, counters: torch.Tensor,
-           exact: bool = True) -> None:  # fmt: skip
+def append(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    fp8: torch.Tensor | None,
+    bf16: torch.Tensor | None,
+    counters: torch.Tensor,
+    exact: bool = True,
+) -> None:
     """Write `rows` [R, D] (BF16) to `slots` [R] (int64) of one layer's buffers [S, D].
 
     With both buffers the BF16 one is the FP8 one's shadow: `bf16(fp8(row))` when `exact`, else
@@ -51,8 +56,9 @@ def cast(fp8: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(fp8)
 
 
-def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
-                gathered: torch.Tensor | None = None) -> None:  # fmt: skip
+def gather_cast(
+    fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None = None
+) -> None:
     """`out[i] = bf16(fp8[slots[i]])`; `gathered` is optional FP8 scratch [L, D]."""
     if gathered is None:
         gathered = torch.empty(len(slots), fp8.shape[1], dtype=FP8, device=fp8.device)
@@ -60,8 +66,14 @@ def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
     out.copy_(gathered)
 
 
-def attend(q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, batch: Batch,
-           sm_scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:  # fmt: skip
+def attend(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv: torch.Tensor,
+    batch: Batch,
+    sm_scale: float,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """MLA decode attention in its absorbed form, one query a request.
 
     q_nope [B, H, rank], q_pe [B, H, rope], kv [S, rank + rope] of any dtype. Returns [B, H, rank]

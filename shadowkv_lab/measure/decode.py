@@ -59,16 +59,23 @@ def bandwidth(device: torch.device) -> timing.Bandwidth:
     return timing.measure_bandwidth(device)
 
 
-def measure(bench: Bench, strategies: Sequence[Strategy], pool_tokens: Sequence[int],
-            loads: Sequence[tuple[int, int]]) -> Iterator[records.Run]:  # fmt: skip
+def measure(
+    bench: Bench,
+    strategies: Sequence[Strategy],
+    pool_tokens: Sequence[int],
+    loads: Sequence[tuple[int, int]],
+) -> Iterator[records.Run]:
     """Runs of every strategy at every pool size and load (concurrency, context) that fits.
 
     Everything is checked before anything is allocated. Strategies run one after another, each
     freeing its buffers before the next. Where several pools or loads are asked for, those that
     exceed a pool are left out; a single one raises. Raises `WrongResult`, `Cancelled`.
     """
-    cells = [(s, P, _fitting(bench, P, loads, len(pool_tokens) > 1)) for s in strategies
-             for P in sorted(set(pool_tokens))]  # fmt: skip
+    cells = [
+        (s, P, _fitting(bench, P, loads, len(pool_tokens) > 1))
+        for s in strategies
+        for P in sorted(set(pool_tokens))
+    ]
     for s, P, fitting in cells:
         check(bench, s, P, fitting)
     total, done = sum(len(fitting) for *_, fitting in cells), 0
@@ -109,24 +116,38 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
     queries = geometry.layers * R * bench.heads * 2 * 2 * geometry.row
     fixed = strategy.scratch_bytes(geometry, 0, L)  # what does not grow with the pool
     a_token = strategy.scratch_bytes(geometry, 1, L) - fixed
-    check_fits(geometry, P, strategy.storage(geometry), bench.page_size, device,
-               extra_bytes=fixed + queries, extra_token_bytes=a_token)  # fmt: skip
+    check_fits(
+        geometry,
+        P,
+        strategy.storage(geometry),
+        bench.page_size,
+        device,
+        extra_bytes=fixed + queries,
+        extra_token_bytes=a_token,
+    )
 
 
 def make_pool(bench: Bench, strategy: Strategy, pool_tokens: int) -> Pool:
     """A filled pool with the buffers that the strategy keeps."""
     pool = Pool(
-        bench.geometry, pool_tokens, strategy.storage(bench.geometry),
-        page_size=bench.page_size, device=bench.device, order=bench.order, seed=bench.seed,
-        mirror=getattr(strategy, "mirror", "exact"), append=kernels.mover("append", bench.device),
-    )  # fmt: skip
+        bench.geometry,
+        pool_tokens,
+        strategy.storage(bench.geometry),
+        page_size=bench.page_size,
+        device=bench.device,
+        order=bench.order,
+        seed=bench.seed,
+        mirror=getattr(strategy, "mirror", "exact"),
+        append=kernels.mover("append", bench.device),
+    )
     bench.fill(pool, bench.seed)
     pool.check_counters()
     return pool
 
 
-def _measure_load(bench: Bench, strategy: Strategy, pool: Pool, concurrency: int, context: int,
-                  before_bytes: int) -> Iterator[records.Run]:  # fmt: skip
+def _measure_load(
+    bench: Bench, strategy: Strategy, pool: Pool, concurrency: int, context: int, before_bytes: int
+) -> Iterator[records.Run]:
     device = bench.device
     batch = pool.batch(concurrency, context)
     step = DecodeStep(strategy, pool, batch, bench.heads, backend=bench.backend, seed=bench.seed)
@@ -138,20 +159,36 @@ def _measure_load(bench: Bench, strategy: Strategy, pool: Pool, concurrency: int
             whole, parts = _times(bench, step, mode)
             error = check_output(step, whole.fn, bench.seed)
             yield records.Run(
-                strategy=strategy.label, model=bench.geometry.name, layers=pool.layers,
-                heads=bench.heads, pool_tokens=pool.pool_tokens, concurrency=concurrency,
-                context=context, live_tokens=batch.live_tokens, new_tokens=concurrency,
-                page_size=bench.page_size, slot_order=bench.order, source=bench.source,
-                backend=step.backend, mode=mode,
-                step_ms=whole.timing.median_ms, step_spread_ms=whole.timing.spread_ms,
-                cast_ms=parts["cast"], attention_ms=parts["attend"], write_ms=parts["write"],
-                residual_ms=whole.timing.median_ms - sum(parts.values()), plan_ms=plan.median_ms,
-                samples=whole.timing.samples, kept_bytes=pool.kept_bytes,
-                allocated_bytes=_allocated(device) - before_bytes if device.type == "cuda"
+                strategy=strategy.label,
+                model=bench.geometry.name,
+                layers=pool.layers,
+                heads=bench.heads,
+                pool_tokens=pool.pool_tokens,
+                concurrency=concurrency,
+                context=context,
+                live_tokens=batch.live_tokens,
+                new_tokens=concurrency,
+                page_size=bench.page_size,
+                slot_order=bench.order,
+                source=bench.source,
+                backend=step.backend,
+                mode=mode,
+                step_ms=whole.timing.median_ms,
+                step_spread_ms=whole.timing.spread_ms,
+                cast_ms=parts["cast"],
+                attention_ms=parts["attend"],
+                write_ms=parts["write"],
+                residual_ms=whole.timing.median_ms - sum(parts.values()),
+                plan_ms=plan.median_ms,
+                samples=whole.timing.samples,
+                kept_bytes=pool.kept_bytes,
+                allocated_bytes=_allocated(device) - before_bytes
+                if device.type == "cuda"
                 else pool.kept_bytes + sum(t.nbytes for t in step.scratch.values()),
-                error=error, clipped=pool.clipped,
+                error=error,
+                clipped=pool.clipped,
                 origin=records.origin(device, *bandwidth(device)),
-            )  # fmt: skip
+            )
     finally:
         pool.release(batch)
 
@@ -169,9 +206,14 @@ def _times(bench: Bench, step: DecodeStep, mode: str) -> tuple[_Whole, dict[str,
 
     def sample(fn: Callable[[], object]) -> timing.Timing:
         return timing.sample(
-            fn, bench.device, before=step.batch.advance, min_samples=5, warmup=1,
-            budget_s=bench.budget_s, cancelled=bench._stop_if_cancelled,
-        )  # fmt: skip
+            fn,
+            bench.device,
+            before=step.batch.advance,
+            min_samples=5,
+            warmup=1,
+            budget_s=bench.budget_s,
+            cancelled=bench._stop_if_cancelled,
+        )
 
     if mode == "eager":
         parts = timing.sample_phases(step.run, PHASES, bench.device, before=step.batch.advance)
@@ -212,8 +254,14 @@ def check_output(step: DecodeStep, run: Callable[[], object], seed: int) -> floa
         )
         if not torch.equal(bits(ours)[batch.new_slots], bits(wanted)):
             raise WrongResult(f"{step.strategy.label}: layer {layer} lacks its new rows")
-        exact = reference.attend(step.q_nope[layer], step.q_pe[layer], kept, batch,
-                                 pool.geometry.softmax_scale, torch.float64)  # fmt: skip
+        exact = reference.attend(
+            step.q_nope[layer],
+            step.q_pe[layer],
+            kept,
+            batch,
+            pool.geometry.softmax_scale,
+            torch.float64,
+        )
         error = (step.out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
         worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
     if not worst <= TOLERANCE:

@@ -45,10 +45,14 @@ class Row:
     ratio: float
 
 
-def bench(geometry: Geometry, device: torch.device, pool_tokens: int = 495_616,
-          heads: tuple[int, ...] = (8, 16, 64), order: str = "random",
-          progress: Callable[[str, float], None] = lambda text, done: None,
-          ) -> Iterator[Row]:  # fmt: skip
+def bench(
+    geometry: Geometry,
+    device: torch.device,
+    pool_tokens: int = 495_616,
+    heads: tuple[int, ...] = (8, 16, 64),
+    order: str = "random",
+    progress: Callable[[str, float], None] = lambda text, done: None,
+) -> Iterator[Row]:
     """Rows of cast, append, gather_cast and decode, ours first and then each peer.
 
     Takes a pool of FP8 and BF16 rows (1,728 B a slot and layer). Raises `KernelUnavailable` on a
@@ -59,27 +63,49 @@ def bench(geometry: Geometry, device: torch.device, pool_tokens: int = 495_616,
     peak = bandwidth(device).copy_gb_per_s
     progress("filling the pool", 0.0)
     pool = make_pool(geometry, device, pool_tokens, ("fp8", "bf16"), order)
-    stages = [(_movers, "cast, append, gather", ()), *((_decodes, f"decode, {h} heads", (h,))
-              for h in heads)]  # fmt: skip
+    stages = [
+        (_movers, "cast, append, gather", ()),
+        *((_decodes, f"decode, {h} heads", (h,)) for h in heads),
+    ]
     for i, (stage, text, arguments) in enumerate(stages):
         progress(text, (i + 1) / (len(stages) + 1))
         for group in stage(pool, *arguments):
             ours = group[0][1].median_ms
             for name, found, size, error, shape in group:
                 rate = size / found.median_ms / 1e6
-                yield Row(name, shape, arguments[0] if arguments else 0, found.median_ms,
-                          found.spread_ms, size, rate, rate / peak, error,
-                          ours / found.median_ms)  # fmt: skip
+                yield Row(
+                    name,
+                    shape,
+                    arguments[0] if arguments else 0,
+                    found.median_ms,
+                    found.spread_ms,
+                    size,
+                    rate,
+                    rate / peak,
+                    error,
+                    ours / found.median_ms,
+                )
     progress("done", 1.0)
 
 
-def make_pool(geometry: Geometry, device: torch.device, pool_tokens: int,
-              kinds: tuple[str, ...], order: str = "random") -> Pool:  # fmt: skip
+def make_pool(
+    geometry: Geometry,
+    device: torch.device,
+    pool_tokens: int,
+    kinds: tuple[str, ...],
+    order: str = "random",
+) -> Pool:
     """A pool of random rows, with layers that all keep the same kinds."""
     from shadowkv_lab import kernels
 
-    pool = Pool(geometry, pool_tokens, [kinds] * geometry.layers, device=device, order=order,
-                append=kernels.mover("append", device))  # fmt: skip
+    pool = Pool(
+        geometry,
+        pool_tokens,
+        [kinds] * geometry.layers,
+        device=device,
+        order=order,
+        append=kernels.mover("append", device),
+    )
     synthetic.fill(pool)
     return pool
 
@@ -100,14 +126,17 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
     compiled = torch.compile(lambda source, target: target.copy_(source))
     for n in (n for n in CASTS if n <= len(pool.fp8[0])):
         out = scratch[:n]
-        candidates = {
-            "cast": cast.cast, "torch copy_": reference.cast, "torch.compile": compiled,
-        }  # fmt: skip
+        candidates = {"cast": cast.cast, "torch copy_": reference.cast, "torch.compile": compiled}
         yield [
-            (name, _time(pool, lambda i, fn=fn, out=out, n=n: fn(pool.fp8[i][:n], out)),
-             layers * n * size, None, f"{n} slots")
+            (
+                name,
+                _time(pool, lambda i, fn=fn, out=out, n=n: fn(pool.fp8[i][:n], out)),
+                layers * n * size,
+                None,
+                f"{n} slots",
+            )
             for name, fn in candidates.items()
-        ]  # fmt: skip
+        ]
     for n in APPENDS:
         rows = torch.randn(n, geometry.row, device=device).bfloat16()
         slots = pool.allocate(n)
@@ -175,8 +204,9 @@ def _decodes(pool: Pool, heads: int) -> Iterator[list[tuple]]:
         pool.release(batch)
 
 
-def time_attention(pool: Pool, kernel, batch: Batch, heads: int,
-                   **plan: object) -> tuple[timing.Timing, float]:  # fmt: skip
+def time_attention(
+    pool: Pool, kernel, batch: Batch, heads: int, **plan: object
+) -> tuple[timing.Timing, float]:
     """Time of an attention kernel over all layers, and its worst error on one of them."""
     geometry, device = pool.geometry, pool.device
     rank, rope = geometry.kv_lora_rank, geometry.qk_rope_head_dim
@@ -188,8 +218,9 @@ def time_attention(pool: Pool, kernel, batch: Batch, heads: int,
     rows = pool.bf16 if getattr(kernel, "reads", "fp8") == "bf16" else pool.fp8
     found = _time(pool, lambda i: kernel.run(q_nope[i], q_pe[i], rows[i], out[i]))
     layer = int(torch.randint(pool.layers, ()))
-    exact = reference.attend(q_nope[layer], q_pe[layer], rows[layer], batch,
-                             geometry.softmax_scale, torch.float64)  # fmt: skip
+    exact = reference.attend(
+        q_nope[layer], q_pe[layer], rows[layer], batch, geometry.softmax_scale, torch.float64
+    )
     error = (out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return found, float(error.nan_to_num(nan=float("inf")).max())
 

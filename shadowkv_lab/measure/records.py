@@ -87,14 +87,18 @@ NOISY = (
 def noisy(runs: pd.DataFrame) -> list[str]:
     """The strategies whose times are too disturbed to be compared; `NOISY` says it in words."""
     rows = zip(runs.strategy, runs.step_ms, runs.step_spread_ms, runs.residual_ms, strict=True)
-    return list(dict.fromkeys(
-        strategy for strategy, step, spread, residual in rows
-        if max(spread, abs(residual)) > NOISE * step
-    ))  # fmt: skip
+    return list(
+        dict.fromkeys(
+            strategy
+            for strategy, step, spread, residual in rows
+            if max(spread, abs(residual)) > NOISE * step
+        )
+    )
 
 
-def origin(device: torch.device, copy_gb_per_s: float, read_gb_per_s: float,
-           command: str | None = None) -> Origin:  # fmt: skip
+def origin(
+    device: torch.device, copy_gb_per_s: float, read_gb_per_s: float, command: str | None = None
+) -> Origin:
     """The origin of a run made now on `device`."""
     clocks = hardware.clocks(device)
     return Origin(

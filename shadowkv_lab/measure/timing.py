@@ -28,9 +28,17 @@ class Bandwidth(NamedTuple):
     read_gb_per_s: float
 
 
-def sample(fn: Callable[[], object], device: torch.device, *, before: Callable[[int], object] | None
-           = None, min_samples: int = 7, max_samples: int = 50, budget_s: float = 0.4,
-           warmup: int = 2, cancelled: Callable[[], None] | None = None) -> Timing:  # fmt: skip
+def sample(
+    fn: Callable[[], object],
+    device: torch.device,
+    *,
+    before: Callable[[int], object] | None = None,
+    min_samples: int = 7,
+    max_samples: int = 50,
+    budget_s: float = 0.4,
+    warmup: int = 2,
+    cancelled: Callable[[], None] | None = None,
+) -> Timing:
     """Median time of `fn` after `warmup` calls, within about `budget_s` seconds.
 
     `before(i)` runs untimed before sample i; then L2 is flushed. At least `min_samples` are
@@ -64,9 +72,14 @@ def _timed(fn: Callable[[], object], device: torch.device) -> float:
     return _between(start, end)
 
 
-def sample_phases(run: Callable[..., object], phases: tuple[str, ...], device: torch.device, *,
-                  before: Callable[[int], object],
-                  samples: int = 3) -> dict[str, float]:  # fmt: skip
+def sample_phases(
+    run: Callable[..., object],
+    phases: tuple[str, ...],
+    device: torch.device,
+    *,
+    before: Callable[[int], object],
+    samples: int = 3,
+) -> dict[str, float]:
     """Median ms of each phase inside eager steps; `run(*phases, mark=...)` marks each one's end."""
     collected: dict[str, list[float]] = {phase: [] for phase in phases}
     for i in range(samples + 1):

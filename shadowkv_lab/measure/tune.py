@@ -20,8 +20,12 @@ from shadowkv_lab.pool import Pool
 Progress = Callable[[str, float], None]
 
 
-def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None = None,
-         progress: Progress = lambda text, done: None) -> str:  # fmt: skip
+def tune(
+    geometry: Geometry,
+    device: torch.device,
+    heads: Sequence[int] | None = None,
+    progress: Progress = lambda text, done: None,
+) -> str:
     """Measure the decode's launch rows on this GPU, and write its architecture's table.
 
     For every head count (or those of `heads`) and kind of load: each candidate at the shapes of
@@ -46,8 +50,12 @@ def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None =
     table = {row: row for row in rows}
     for i, row in enumerate(todo):
         progress(f"{row.heads} heads, {row.load}", (i + 1) / (len(todo) + 1))
-        shapes = [s for s in kernels.SHAPES if launch.load_of(s[0], s[0] * s[1], sms) == row.load
-                  and s[0] * s[1] <= pool.pool_tokens]  # fmt: skip
+        shapes = [
+            s
+            for s in kernels.SHAPES
+            if launch.load_of(s[0], s[0] * s[1], sms) == row.load
+            and s[0] * s[1] <= pool.pool_tokens
+        ]
         if shapes:
             choices = [c for c in candidates(row) if _code(c) in built]
             table[row] = _best(pool, row, choices, shapes)
@@ -55,8 +63,9 @@ def tune(geometry: Geometry, device: torch.device, heads: Sequence[int] | None =
     return str(launch.save(launch.own_architecture(device), list(table.values())))
 
 
-def _best(pool: Pool, row: LaunchRow, choices: list[LaunchRow],
-          shapes: list[tuple[int, int]]) -> LaunchRow:  # fmt: skip
+def _best(
+    pool: Pool, row: LaunchRow, choices: list[LaunchRow], shapes: list[tuple[int, int]]
+) -> LaunchRow:
     """The fastest of `choices`, saying what was measured; `row` if none gives right outputs."""
     from shadowkv_lab.kernels.decode import FusedAttention
 
@@ -86,8 +95,16 @@ def candidates(row: LaunchRow) -> Iterator[LaunchRow]:
         tiles, ((16, 2), (32, 2), (32, 4), (64, 4), (32, 8), (64, 8)), (True, False), (1, 2, 4)
     ):
         if (tile > 16) == (warps == 8):  # large tiles need the registers of eight warps
-            yield replace(row, tile=tile, block=block, warps=warps, pipe=pipe, blocks_per_sm=blocks,
-                          vector=2, stages=0)  # fmt: skip
+            yield replace(
+                row,
+                tile=tile,
+                block=block,
+                warps=warps,
+                pipe=pipe,
+                blocks_per_sm=blocks,
+                vector=2,
+                stages=0,
+            )
     for tile, (block, warps), stages, blocks in itertools.product(
         tiles[:2], ((32, 2), (32, 4), (64, 4)), (2, 3), (1, 2, 4)
     ):

@@ -80,13 +80,28 @@ class Budget:
         return pd.DataFrame([{**vars(c), "fits": c.fits} for c in self.capacities])
 
 
-def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int = 8,
-           weights_gib: float | None = None, mem_fraction_static: float | None = None,
-           strategies: "Sequence[Strategy | str] | str | None" = None, *, context: int = 1024,
-           concurrency: int = 1, kv_gib: float | None = None, pool_tokens: int | None = None,
-           pool_dtype: str = "fp8", before_weights_gib: float = 0.0, graphs_gib: float = 0.0,
-           activations_gib: float = 0.0, index: bool = True, mtp: bool = False, page_size: int = 1,
-           engine: str = "sglang", recorded: Collection[str] = ()) -> Budget:  # fmt: skip
+def budget(
+    geometry: "Geometry | str",
+    card: "Card | str",
+    tensor_parallel: int = 8,
+    weights_gib: float | None = None,
+    mem_fraction_static: float | None = None,
+    strategies: "Sequence[Strategy | str] | str | None" = None,
+    *,
+    context: int = 1024,
+    concurrency: int = 1,
+    kv_gib: float | None = None,
+    pool_tokens: int | None = None,
+    pool_dtype: str = "fp8",
+    before_weights_gib: float = 0.0,
+    graphs_gib: float = 0.0,
+    activations_gib: float = 0.0,
+    index: bool = True,
+    mtp: bool = False,
+    page_size: int = 1,
+    engine: str = "sglang",
+    recorded: Collection[str] = (),
+) -> Budget:
     """The budget of one GPU, by the engine's own rule.
 
     `weights_gib` is per GPU, as logs print it, and `mem_fraction_static` SGLang's (or vLLM's
@@ -108,8 +123,14 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
     def source(name: str) -> str:
         return "recorded" if name in recorded else "assumed"
 
-    _check(weights_gib=weights_gib, before_weights_gib=before_weights_gib, graphs_gib=graphs_gib,
-           activations_gib=activations_gib, kv_gib=kv_gib, pool_tokens=pool_tokens)  # fmt: skip
+    _check(
+        weights_gib=weights_gib,
+        before_weights_gib=before_weights_gib,
+        graphs_gib=graphs_gib,
+        activations_gib=activations_gib,
+        kv_gib=kv_gib,
+        pool_tokens=pool_tokens,
+    )
     _check(least=1, context=context, concurrency=concurrency, page_size=page_size)
     if not 0 < fraction < 1:
         raise BadSize(f"A memory fraction of {fraction}", "above 0 and below 1")
@@ -122,16 +143,24 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
     pages_gib = 4 * max(concurrency, REQUEST_ROWS) * geometry.max_positions / GIB
     spent = (
         Term("CUDA graphs", graphs_gib, "as typed", source("graphs_gib")),
-        Term("page tables", pages_gib, f"4 B x {max(concurrency, REQUEST_ROWS)} requests x "
-             f"{geometry.max_positions} positions", "calibrated"),
+        Term(
+            "page tables",
+            pages_gib,
+            f"4 B x {max(concurrency, REQUEST_ROWS)} requests x {geometry.max_positions} positions",
+            "calibrated",
+        ),
         Term("activations", activations_gib, "as typed", source("activations_gib")),
-    )  # fmt: skip
+    )
     terms = [
         Term("card memory", card.memory_gib, f"{card.memory_mib} MiB / 1024", "recorded"),
-        Term("before weights", 0 - before_weights_gib, "CUDA context, NCCL, others",
-             source("before_weights_gib")),
+        Term(
+            "before weights",
+            0 - before_weights_gib,
+            "CUDA context, NCCL, others",
+            source("before_weights_gib"),
+        ),
         Term("weights", -weights_gib, "'mem usage' of one GPU", source("weights_gib")),
-    ]  # fmt: skip
+    ]
     if engine == "sglang":
         reserve, rule = (1 - fraction) * before, f"(1 - {fraction}) x {before:.2f} free before"
     else:
@@ -144,8 +173,14 @@ def budget(geometry: "Geometry | str", card: "Card | str", tensor_parallel: int 
         kv_gib = pool_tokens * a_token / GIB
     rest = sum(t.gib for t in terms)
     if kv_gib is not None:
-        terms.append(Term("not accounted for", kv_gib - rest, f"the log's {kv_gib:.2f} GiB of KV - "
-                          f"{rest:.2f} by the rule", source("kv_gib")))  # fmt: skip
+        terms.append(
+            Term(
+                "not accounted for",
+                kv_gib - rest,
+                f"the log's {kv_gib:.2f} GiB of KV - {rest:.2f} by the rule",
+                source("kv_gib"),
+            )
+        )
     kv = sum(t.gib for t in terms)
     if kv <= 0 or before - weights_gib < kv:
         raise BudgetDoesNotFit(
@@ -209,9 +244,16 @@ def _capacity(strategy, geometry, kv_gib, left_gib, context, concurrency, index,
     a_request = -(-context // page_size) * page_size
     live = min(concurrency, tokens // a_request) * context
     scratch = strategy.scratch_bytes(geometry, tokens, live) / GIB
-    return Capacity(strategy.label, a_token, a_token - token_bytes(strategy, geometry, False, mtp),
-                    tokens, tokens // a_request, tokens * a_token / GIB, scratch,
-                    left_gib - scratch)  # fmt: skip
+    return Capacity(
+        strategy.label,
+        a_token,
+        a_token - token_bytes(strategy, geometry, False, mtp),
+        tokens,
+        tokens // a_request,
+        tokens * a_token / GIB,
+        scratch,
+        left_gib - scratch,
+    )
 
 
 def largest_context(
@@ -223,8 +265,13 @@ def largest_context(
     return min(tokens, plan.geometry.max_positions)
 
 
-def cards_for(geometry: "Geometry | str", strategy: "str | Strategy", concurrency: int,
-              context: int, **options) -> pd.DataFrame:  # fmt: skip
+def cards_for(
+    geometry: "Geometry | str",
+    strategy: "str | Strategy",
+    concurrency: int,
+    context: int,
+    **options,
+) -> pd.DataFrame:
     """Every known card, smallest first: tokens, requests, and whether the wanted load fits.
 
     `options` are those of `budget`. The first row with `fits` is the smallest card.
@@ -232,17 +279,28 @@ def cards_for(geometry: "Geometry | str", strategy: "str | Strategy", concurrenc
     rows = []
     for card in sorted(map(hardware.card, hardware.known_cards()), key=lambda c: c.memory_mib):
         try:
-            plan = budget(geometry, card, strategies=[strategy], context=context,
-                          concurrency=concurrency, **options)  # fmt: skip
+            plan = budget(
+                geometry,
+                card,
+                strategies=[strategy],
+                context=context,
+                concurrency=concurrency,
+                **options,
+            )
             capacity, why = plan.capacities[0], ""
         except BudgetDoesNotFit as error:
             capacity, why = None, error.what
         fits = capacity is not None and capacity.fits and capacity.requests >= concurrency
         if capacity and not fits:
             why = f"holds {capacity.requests} requests of {context} tokens, wanted {concurrency}"
-        rows.append({
-            "card": card.name, "memory_gib": card.memory_gib,
-            "tokens": capacity.tokens if capacity else 0,
-            "requests": capacity.requests if capacity else 0, "fits": fits, "why": why,
-        })  # fmt: skip
+        rows.append(
+            {
+                "card": card.name,
+                "memory_gib": card.memory_gib,
+                "tokens": capacity.tokens if capacity else 0,
+                "requests": capacity.requests if capacity else 0,
+                "fits": fits,
+                "why": why,
+            }
+        )
     return pd.DataFrame(rows)

@@ -56,22 +56,33 @@ def arithmetic() -> list[Line]:
     t0, t1 = before["tpot_ms"], after["tpot_ms"]
     share = case["cast_share_of_decode"]
     return [
-        Line("cast, a layer", f"({case['pool_tokens']:,} + {PAGE} dummy) rows x {a_row:,} B",
-             layer_mb, "MB", case["cast_mb_per_layer"]),
+        Line(
+            "cast, a layer",
+            f"({case['pool_tokens']:,} + {PAGE} dummy) rows x {a_row:,} B",
+            layer_mb,
+            "MB",
+            case["cast_mb_per_layer"],
+        ),
         Line("cast, a step", f"{layer_mb:.1f} MB x {model.layers} layers", step_gb, "GB"),
         Line("speed of the cast", f"{step_gb:.1f} GB / {cast} ms", step_gb / cast, "TB/s"),
         Line("tokens/s before", f"1000 / {t0} ms", 1000 / t0, "tok/s", before["tokens_per_s"]),
         Line("tokens/s after", f"1000 / {t1} ms", 1000 / t1, "tok/s", after["tokens_per_s"]),
         Line("gain", f"{t0} / {t1} - 1", 100 * (t0 / t1 - 1), "%", round(100 * after["gain"])),
-        Line("cast's share of the TPOT", f"{cast} / {t0}", 100 * cast / t0, "%", None,
-             f"{share:.0%} is reported of decode: {cast} / {share} = {cast / share:.1f} ms, so "
-             f"about {t0 - cast / share:.1f} ms of the TPOT lie outside what was profiled"),
+        Line(
+            "cast's share of the TPOT",
+            f"{cast} / {t0}",
+            100 * cast / t0,
+            "%",
+            None,
+            f"{share:.0%} is reported of decode: {cast} / {share} = {cast / share:.1f} ms, so "
+            f"about {t0 - cast / share:.1f} ms of the TPOT lie outside what was profiled",
+        ),
         Line("all but the cast", f"{t0} - {cast}", t0 - cast, "ms"),
         Line("tokens/s without a cast", f"1000 / {t0 - cast:.1f} ms", 1000 / (t0 - cast), "tok/s"),
         Line("gone by the patch", f"{t0} - {t1}", t0 - t1, "ms"),
         Line("of the cast", f"{t0 - t1:.1f} / {cast}", 100 * (t0 - t1) / cast, "%"),
         Line("unexplained", f"{t1} - {t0 - cast:.1f}", t1 - (t0 - cast), "ms"),
-    ]  # fmt: skip
+    ]
 
 
 def author_estimate() -> pd.DataFrame:
@@ -80,15 +91,23 @@ def author_estimate() -> pd.DataFrame:
     model = load(case["model"])
     fp8, bf16 = model.token_bytes("fp8"), model.token_bytes("bf16")
     room = case["pool_gib"] * GIB
-    return pd.DataFrame([
-        dict(what="BF16 pool of as many tokens (GiB)", author=float(case["authors_bf16_pool_gb"]),
-             lab=case["pool_gib"] * bf16 / fp8,
-             why="his GB are the log's GiB, doubled; the index keys do not double"),
-        dict(what="tokens of a BF16 pool in the same room",
-             author=float(case["authors_bf16_pool_tokens"]), lab=float(room // bf16),
-             why=f"{bf16:,} B a token, not 2 x {fp8:,}: an index key is "
-                 f"{model.row_bytes('index')} B a layer either way"),
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            dict(
+                what="BF16 pool of as many tokens (GiB)",
+                author=float(case["authors_bf16_pool_gb"]),
+                lab=case["pool_gib"] * bf16 / fp8,
+                why="his GB are the log's GiB, doubled; the index keys do not double",
+            ),
+            dict(
+                what="tokens of a BF16 pool in the same room",
+                author=float(case["authors_bf16_pool_tokens"]),
+                lab=float(room // bf16),
+                why=f"{bf16:,} B a token, not 2 x {fp8:,}: an index key is "
+                f"{model.row_bytes('index')} B a layer either way",
+            ),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -124,10 +143,16 @@ class Server:
         return self.pool_tokens * self.geometry.index_layers * row / GIB
 
 
-def server(before_ms: float | None = None, after_ms: float | None = None,
-           pool_tokens: int | None = None, layers: int | None = None, *,
-           cast_ms: float | None = None, model: str = "glm-5",
-           weights_gib: float | None = None) -> Server:  # fmt: skip
+def server(
+    before_ms: float | None = None,
+    after_ms: float | None = None,
+    pool_tokens: int | None = None,
+    layers: int | None = None,
+    *,
+    cast_ms: float | None = None,
+    model: str = "glm-5",
+    weights_gib: float | None = None,
+) -> Server:
     """A user's own server; what is left out is the case's, a cast scaled from it by bytes.
 
     Raises `BadSize` for a time or size that is none, `RestIsNegative` where the cast alone is
@@ -143,9 +168,12 @@ def server(before_ms: float | None = None, after_ms: float | None = None,
     found = Server(
         case["before"]["tpot_ms"] if before_ms is None else before_ms,
         case["after"]["tpot_ms"] if after_ms is None else after_ms,
-        cast_ms, pool_tokens, geometry,
-        case["weights_gib"] if weights_gib is None else weights_gib, layers,
-    )  # fmt: skip
+        cast_ms,
+        pool_tokens,
+        geometry,
+        case["weights_gib"] if weights_gib is None else weights_gib,
+        layers,
+    )
     for name in ("before_ms", "after_ms", "pool_tokens", "layers", "weights_gib", "cast_ms"):
         value = getattr(found, name)
         if not (math.isfinite(value) and value > 0):
@@ -166,8 +194,16 @@ def check_deepseek(fitted: Fit, runs: pd.DataFrame) -> pd.DataFrame:
     model, P = load(issue["model"]), issue["pool_tokens"]
     gpu = hardware.card(issue["gpu"])
     context = round((1 - issue["share_not_referenced"]) * P)
-    cell = runs[(runs.model == model.name) & (runs.pool_tokens == P) & (runs.gpu == gpu.name)
-                & (runs.strategy == "full_cast")] if len(runs) else runs  # fmt: skip
+    cell = (
+        runs[
+            (runs.model == model.name)
+            & (runs.pool_tokens == P)
+            & (runs.gpu == gpu.name)
+            & (runs.strategy == "full_cast")
+        ]
+        if len(runs)
+        else runs
+    )
     full = predict("full_cast", model, gpu, P, 1, context, fitted=fitted)
     cast, source = full["cast"].ms, full["cast"].provenance
     if len(cell):
@@ -181,9 +217,13 @@ def check_deepseek(fitted: Fit, runs: pd.DataFrame) -> pd.DataFrame:
         ("cast, a layer (us)", 1000 * cast / model.layers, issue["cast_us_per_layer"], source),
         ("full cast's whole step (ms)", whole, None, full.provenance),
         ("the server's step less that: base (ms)", base, None, full.provenance),
-        (f"BF16 pool of {small:,}: base + its step (ms)", base + bf16.step_ms,
-         issue["bf16_pool"]["step_ms"], bf16.provenance),
-    ]  # fmt: skip
+        (
+            f"BF16 pool of {small:,}: base + its step (ms)",
+            base + bf16.step_ms,
+            issue["bf16_pool"]["step_ms"],
+            bf16.provenance,
+        ),
+    ]
     table = pd.DataFrame(rows, columns=["what", "lab", "reported", "provenance"])
     table["off_percent"] = 100 * (table.lab / table.reported.astype(float) - 1)
     return table.assign(context=context)

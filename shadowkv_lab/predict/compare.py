@@ -15,10 +15,14 @@ from shadowkv_lab.predict.budget import Budget
 
 # What must be the same on both sides for the patch to be the only difference.
 SAME = {
-    "model_path": "model", "tp_size": "tensor parallel size", "kv_cache_dtype": "KV dtype",
-    "attention_backend": "attention backend", "page_size": "page size",
-    "max_total_num_tokens": "pool tokens", "disable_cuda_graph": "CUDA graphs off",
-}  # fmt: skip
+    "model_path": "model",
+    "tp_size": "tensor parallel size",
+    "kv_cache_dtype": "KV dtype",
+    "attention_backend": "attention backend",
+    "page_size": "page size",
+    "max_total_num_tokens": "pool tokens",
+    "disable_cuda_graph": "CUDA graphs off",
+}
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,11 @@ class Side:
         server = next((r.server for r in self.lines.values() if r.server), {})
         found = server.get(field)
         if self.log is not None:
-            of_log = {"tp_size": self.log.tensor_parallel, "kv_cache_dtype": self.log.kv_dtype,
-                      "max_total_num_tokens": self.log.pool_tokens}  # fmt: skip
+            of_log = {
+                "tp_size": self.log.tensor_parallel,
+                "kv_cache_dtype": self.log.kv_dtype,
+                "max_total_num_tokens": self.log.pool_tokens,
+            }
             found = of_log.get(field) if of_log.get(field) is not None else found
         if field == "model_path" and found:
             return str(found).rstrip("/").split("/")[-1]
@@ -61,14 +68,17 @@ class Comparison:
         tables = {n: t for n, t in vars(self).items() if isinstance(t, pd.DataFrame)}
         rows = {n: json.loads(t.to_json(orient="records")) for n, t in tables.items()}
         return rows | {
-            "left": self.left, "left_how": self.left_how, "sentence": self.sentence,
+            "left": self.left,
+            "left_how": self.left_how,
+            "sentence": self.sentence,
             "budget": self.budget.formula.splitlines() if self.budget else None,
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
-def read(folder: str | Path, *, log: str | Path | None = None,
-         trace: str | Path | None = None) -> Side:  # fmt: skip
+def read(
+    folder: str | Path, *, log: str | Path | None = None, trace: str | Path | None = None
+) -> Side:
     """A side from a result file, or from a folder of one run.
 
     In a folder: one `*.jsonl`, at most one `*.log`, and traces `*.json` or `*.json.gz`, of which
@@ -79,8 +89,11 @@ def read(folder: str | Path, *, log: str | Path | None = None,
     if folder.is_dir():
         found = sorted(folder.glob("*.jsonl"))
         if len(found) != 1:
-            raise BadResult(f"{folder} has {len(found)} result files (*.jsonl)", "one",
-                            "Name the file itself, and give log and trace as options")  # fmt: skip
+            raise BadResult(
+                f"{folder} has {len(found)} result files (*.jsonl)",
+                "one",
+                "Name the file itself, and give log and trace as options",
+            )
         file = found[0]
         log = log or next(iter(sorted(folder.glob("*.log"))), None)
         traces = sorted(p for p in folder.glob("*.json*") if p.suffix in (".json", ".gz"))
@@ -89,14 +102,22 @@ def read(folder: str | Path, *, log: str | Path | None = None,
         raise BadResult(f"There is no {file}", "a result file, or the folder of one run")
     lines = {(r.benchmark, *r.load): r for r in results.read_results(file)}
     return Side(
-        folder.name, lines, logs.parse(Path(log)) if log else None,
+        folder.name,
+        lines,
+        logs.parse(Path(log)) if log else None,
         results.read_trace(trace) if trace else None,
-    )  # fmt: skip
+    )
 
 
-def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
-            gpu: str | None = None, steps: int | None = None,
-            layers: int | None = None) -> Comparison:  # fmt: skip
+def compare(
+    before: Side,
+    after: Side,
+    *,
+    model: "Geometry | str" = "glm-5",
+    gpu: str | None = None,
+    steps: int | None = None,
+    layers: int | None = None,
+) -> Comparison:
     """Compare two sides on one model; `gpu` is a card of data/gpus, of the trace if left out.
 
     `steps` are the decode steps of a trace that does not mark them. `layers` that read the pool;
@@ -109,12 +130,21 @@ def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
     rows, notes = [], []
     for load_ in loads:
         old, new = before.lines[load_], after.lines[load_]
-        rows.append(dict(
-            benchmark=load_[0], requests=load_[1], input=load_[2], output=load_[3],
-            before_ms=old.tpot_ms, after_ms=new.tpot_ms, saved_ms=old.tpot_ms - new.tpot_ms,
-            before_tokens_per_s=old.tokens_per_s, after_tokens_per_s=new.tokens_per_s,
-            gain_percent=100 * (new.tokens_per_s / old.tokens_per_s - 1), tpot_from=old.how,
-        ))  # fmt: skip
+        rows.append(
+            dict(
+                benchmark=load_[0],
+                requests=load_[1],
+                input=load_[2],
+                output=load_[3],
+                before_ms=old.tpot_ms,
+                after_ms=new.tpot_ms,
+                saved_ms=old.tpot_ms - new.tpot_ms,
+                before_tokens_per_s=old.tokens_per_s,
+                after_tokens_per_s=new.tokens_per_s,
+                gain_percent=100 * (new.tokens_per_s / old.tokens_per_s - 1),
+                tpot_from=old.how,
+            )
+        )
     tpot = pd.DataFrame(rows).sort_values("requests", ignore_index=True)
     first = tpot.iloc[0]
     card = gpu or _card_of(before.trace)
@@ -131,11 +161,20 @@ def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
     elif after.trace:
         notes.append("a trace of the after alone says nothing of what has gone")
     if pool is None:
-        notes.append("the pool's tokens are in no log and no result file: the case's are "
-                     "assumed, and short copies count as casts")  # fmt: skip
+        notes.append(
+            "the pool's tokens are in no log and no result file: the case's are "
+            "assumed, and short copies count as casts"
+        )
     weights = before.log.weights_gib if before.log else None
-    of = case.server(float(first.before_ms), float(first.after_ms), pool, layers, cast_ms=cast_ms,
-                     model=model, weights_gib=weights)  # fmt: skip
+    of = case.server(
+        float(first.before_ms),
+        float(first.after_ms),
+        pool,
+        layers,
+        cast_ms=cast_ms,
+        model=model,
+        weights_gib=weights,
+    )
     if left is None:
         left = max(0.0, of.still_ms) / of.cast_ms
     elif abs(other := of.still_ms - left * of.cast_ms) > hypotheses.NEAR_MS:
@@ -154,8 +193,9 @@ def compare(before: Side, after: Side, *, model: "Geometry | str" = "glm-5",
     if before.log and card:
         plan = logs.from_log(before.log, geometry, card, concurrency=int(first.requests or 1))
     table = hypotheses.hypotheses(of, (card,) if card else None)
-    return Comparison(tpot, cast, left, left_how, plan, table, hypotheses.in_words(of, table),
-                      tuple(notes))  # fmt: skip
+    return Comparison(
+        tpot, cast, left, left_how, plan, table, hypotheses.in_words(of, table), tuple(notes)
+    )
 
 
 def check(before: Side, after: Side, geometry: Geometry) -> None:
@@ -172,26 +212,39 @@ def check(before: Side, after: Side, geometry: Geometry) -> None:
         differ.append(f"loads (benchmark, requests, input, output): {'; '.join(show)}")
     if differ:
         remedy = "Run both with the same arguments, and the same --max-total-tokens where a shadow "
-        raise NotComparable(f"Before and after differ in more than the patch: {'; '.join(differ)}",
-                            remedy=remedy + "has to fit in")  # fmt: skip
+        raise NotComparable(
+            f"Before and after differ in more than the patch: {'; '.join(differ)}",
+            remedy=remedy + "has to fit in",
+        )
     path = str(before.fact("model_path") or "").lower()
     known = [n for n in data.catalogue("models") if n in path]
-    if known and geometry.name in data.catalogue("models") and geometry.name not in {
-        data.catalogue("models")[n]["name"] for n in known
-    }:  # fmt: skip
-        raise NotComparable(f"The server ran {before.fact('model_path')}, not {geometry.name}",
-                            remedy=f"Say --model {max(known, key=len)}")  # fmt: skip
+    if (
+        known
+        and geometry.name in data.catalogue("models")
+        and geometry.name not in {data.catalogue("models")[n]["name"] for n in known}
+    ):
+        raise NotComparable(
+            f"The server ran {before.fact('model_path')}, not {geometry.name}",
+            remedy=f"Say --model {max(known, key=len)}",
+        )
 
 
-def cast_table(before: results.Trace, after: results.Trace | None, shortest_us: float = 0.0,
-               steps: int | None = None) -> pd.DataFrame:  # fmt: skip
+def cast_table(
+    before: results.Trace,
+    after: results.Trace | None,
+    shortest_us: float = 0.0,
+    steps: int | None = None,
+) -> pd.DataFrame:
     """ms a step that each casting kernel takes, before and after; whole-pool casts only."""
     sides = []
     for trace in (before, after):
         count = steps or (trace.steps if trace else 1)
         if trace and not count:
-            raise BadResult(f"{trace.name} does not mark its steps", "traces with step[DECODE ...]",
-                            "Say how many decode steps it holds: --steps")  # fmt: skip
+            raise BadResult(
+                f"{trace.name} does not mark its steps",
+                "traces with step[DECODE ...]",
+                "Say how many decode steps it holds: --steps",
+            )
         casts = trace.casts(shortest_us) if trace else {}
         sides.append({name: ms / count for name, ms in casts.items()})
     names: Sequence[str] = sorted({*sides[0], *sides[1]}, key=lambda n: -sides[0].get(n, 0.0))

@@ -13,9 +13,17 @@ KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: {pool_tokens}, KV si
 """
 
 
-def write(folder: str | Path, *, before_ms: float = 100.0, after_ms: float = 60.0,
-          cast_ms: float = 70.0, cast_left_ms: float = 28.0, pool_tokens: int = 188_608,
-          layers: int = 78, steps: int = 3) -> tuple[Path, Path]:  # fmt: skip
+def write(
+    folder: str | Path,
+    *,
+    before_ms: float = 100.0,
+    after_ms: float = 60.0,
+    cast_ms: float = 70.0,
+    cast_left_ms: float = 28.0,
+    pool_tokens: int = 188_608,
+    layers: int = 78,
+    steps: int = 3,
+) -> tuple[Path, Path]:
     """Folders `before` and `after`, each with bench.jsonl, server.log and trace.json.gz.
 
     `cast_left_ms` of the cast are left as whole layers that are still cast. Returns the folders.
@@ -26,9 +34,14 @@ def write(folder: str | Path, *, before_ms: float = 100.0, after_ms: float = 60.
         side = Path(folder) / name
         side.mkdir(parents=True, exist_ok=True)
         line = dict(
-            backend="made-up", max_concurrency=1, random_input_len=1024, random_output_len=512,
-            request_throughput=0.01, mean_tpot_ms=tpot_ms, output_throughput=1000 / tpot_ms,
-        )  # fmt: skip
+            backend="made-up",
+            max_concurrency=1,
+            random_input_len=1024,
+            random_output_len=512,
+            request_throughput=0.01,
+            mean_tpot_ms=tpot_ms,
+            output_throughput=1000 / tpot_ms,
+        )
         (side / "bench.jsonl").write_text(json.dumps(line) + "\n")
         log = LOG.format(weights_gib=57.06, pool_tokens=pool_tokens, kv_gib=9.7)
         (side / "server.log").write_text(log)

@@ -24,8 +24,20 @@ from shadowkv_lab.strategies import parse
 
 PHASES = ("cast", "attention", "write")
 KEY = ["phase", "kernel", "gpu", "heads"]
-CELL = ["strategy", "model", "layers", "heads", "pool_tokens", "concurrency", "context",
-        "page_size", "slot_order", "backend", "mode", "gpu"]  # fmt: skip
+CELL = [
+    "strategy",
+    "model",
+    "layers",
+    "heads",
+    "pool_tokens",
+    "concurrency",
+    "context",
+    "page_size",
+    "slot_order",
+    "backend",
+    "mode",
+    "gpu",
+]
 ROW_BYTES = {"bf16": 1152, "native_fp8": 576, "fused_fp8": 576}  # of every model in data/models
 EDGE = 1.001  # a size this close to the recorded range is inside it
 
@@ -63,8 +75,9 @@ class Curve:
         share = 0.0 if low == high else np.log(requests / low) / np.log(high / low)
         return float(np.exp(values[0] + share * (values[1] - values[0]))), bool(inside)
 
-    def time(self, moved_bytes: float, size: float, requests: float = 1,
-             gb_per_s: float | None = None) -> Time:  # fmt: skip
+    def time(
+        self, moved_bytes: float, size: float, requests: float = 1, gb_per_s: float | None = None
+    ) -> Time:
         """One layer's time; `gb_per_s` lends the utilisation to a card of that bandwidth."""
         utilisation, inside = self.utilisation(size, requests)
         moving = moved_bytes / ((gb_per_s or self.gb_per_s) * utilisation * 1e6)
@@ -88,16 +101,46 @@ def points(runs: pd.DataFrame, benches: Iterable[Path] = ()) -> pd.DataFrame:
         moves = strategy.at(0).moves(model, P, L, R)
         common = dict(gpu=run.gpu, gb_per_s=run.gb_per_s, reads=strategy.reads)
         if moves.cast_bytes and run.cast_ms > 0:
-            rows.append(dict(common, phase="cast", kernel=strategy.at(0).label, heads=0, requests=1,
-                             size=moves.cast_bytes, bytes=moves.cast_bytes,
-                             ms=run.cast_ms / run.layers, exact=True))  # fmt: skip
+            rows.append(
+                dict(
+                    common,
+                    phase="cast",
+                    kernel=strategy.at(0).label,
+                    heads=0,
+                    requests=1,
+                    size=moves.cast_bytes,
+                    bytes=moves.cast_bytes,
+                    ms=run.cast_ms / run.layers,
+                    exact=True,
+                )
+            )
         # Attention behind a cast is a difference of two long times: used only for want of better.
-        rows.append(dict(common, phase="attention", kernel=run.backend, heads=run.heads, requests=R,
-                         size=L / R, bytes=moves.attention_bytes,
-                         ms=run.attention_ms / run.layers, exact=not moves.cast_bytes))  # fmt: skip
-        rows.append(dict(common, phase="write", kernel="+".join(strategy.at(0).kinds), heads=0,
-                         requests=1, size=moves.write_bytes, bytes=moves.write_bytes,
-                         ms=run.write_ms / run.layers, exact=not moves.cast_bytes))  # fmt: skip
+        rows.append(
+            dict(
+                common,
+                phase="attention",
+                kernel=run.backend,
+                heads=run.heads,
+                requests=R,
+                size=L / R,
+                bytes=moves.attention_bytes,
+                ms=run.attention_ms / run.layers,
+                exact=not moves.cast_bytes,
+            )
+        )
+        rows.append(
+            dict(
+                common,
+                phase="write",
+                kernel="+".join(strategy.at(0).kinds),
+                heads=0,
+                requests=1,
+                size=moves.write_bytes,
+                bytes=moves.write_bytes,
+                ms=run.write_ms / run.layers,
+                exact=not moves.cast_bytes,
+            )
+        )
     known = {(r["kernel"], r["gpu"], r["heads"]) for r in rows if r["phase"] == "attention"}
     for path in benches:
         rows += bench_points(path, known)
@@ -113,9 +156,11 @@ def latest(runs: pd.DataFrame) -> pd.DataFrame:
     cards = {title: _card_of(title) for title in runs["origin.device"].unique()}
     runs = runs.assign(
         gpu=[cards[t].name if cards[t] else t for t in runs["origin.device"]],
-        gb_per_s=[cards[t].bandwidth_gb_per_s if cards[t] else copy for t, copy in
-                  zip(runs["origin.device"], runs["origin.copy_gb_per_s"], strict=True)],
-    )  # fmt: skip
+        gb_per_s=[
+            cards[t].bandwidth_gb_per_s if cards[t] else copy
+            for t, copy in zip(runs["origin.device"], runs["origin.copy_gb_per_s"], strict=True)
+        ],
+    )
     has_graph = runs.groupby("gpu")["mode"].transform(lambda modes: (modes == "graph").any())
     runs = runs[(runs["mode"] == "graph") | ~has_graph].sort_values("origin.date")
     return runs.drop_duplicates(CELL, keep="last")
@@ -133,11 +178,21 @@ def _published() -> list[dict]:
     model = geometry.load(case["model"])
     moved = parse("full_cast").moves(model, case["pool_tokens"], 0, 0).cast_bytes
     return [
-        dict(gpu=gpu, gb_per_s=hardware.card(gpu).bandwidth_gb_per_s, reads="bf16", phase="cast",
-             kernel="full_cast", heads=0, requests=1, size=moved, bytes=moved,
-             ms=case["cast_ms"] / model.layers, exact=True)
+        dict(
+            gpu=gpu,
+            gb_per_s=hardware.card(gpu).bandwidth_gb_per_s,
+            reads="bf16",
+            phase="cast",
+            kernel="full_cast",
+            heads=0,
+            requests=1,
+            size=moved,
+            bytes=moved,
+            ms=case["cast_ms"] / model.layers,
+            exact=True,
+        )
         for gpu in case["gpu"]
-    ]  # fmt: skip
+    ]
 
 
 def curve(rows: pd.DataFrame) -> Curve:
@@ -178,9 +233,11 @@ def fit(runs: pd.DataFrame | None = None, benches: Iterable[Path] = ()) -> Fit:
     found = points(runs, benches)
     groups = dict(list(found.groupby(KEY)))
     kernels = found[found.phase == "attention"]
-    return Fit({k: curve(g) for k, g in groups.items()},
-               dict(zip(kernels.kernel, kernels.reads, strict=True)),
-               {k: len(g) for k, g in groups.items()})  # fmt: skip
+    return Fit(
+        {k: curve(g) for k, g in groups.items()},
+        dict(zip(kernels.kernel, kernels.reads, strict=True)),
+        {k: len(g) for k, g in groups.items()},
+    )
 
 
 def recorded() -> pd.DataFrame:
@@ -206,9 +263,21 @@ def bench_points(path: Path, known: set[tuple]) -> list[dict]:
         reads = name if "fp8" in name else "bf16"
         reads = {"lab_fused_fp8": "fused_fp8"}.get(reads, "native_fp8" if "fp8" in reads else reads)
         a_layer = R * n * ROW_BYTES[reads]
-        rows.append(dict(gpu=card.name, gb_per_s=card.bandwidth_gb_per_s, reads=reads, exact=True,
-                         phase="attention", kernel=name, heads=row["heads"], requests=R, size=n,
-                         bytes=a_layer, ms=row["ms"] * a_layer / row["bytes"]))  # fmt: skip
+        rows.append(
+            dict(
+                gpu=card.name,
+                gb_per_s=card.bandwidth_gb_per_s,
+                reads=reads,
+                exact=True,
+                phase="attention",
+                kernel=name,
+                heads=row["heads"],
+                requests=R,
+                size=n,
+                bytes=a_layer,
+                ms=row["ms"] * a_layer / row["bytes"],
+            )
+        )
     return rows
 
 

@@ -45,17 +45,35 @@ def held_out(runs: pd.DataFrame) -> pd.DataFrame:
                 strategy = parse(run.strategy)
                 if strategy.at(0) != strategy.at(run.layers - 1):
                     continue
-                step = predict(strategy, run.model, run.gpu, run.pool_tokens, run.concurrency,
-                               run.context, heads=run.heads, fitted=fitted,
-                               backend=run.backend)  # fmt: skip
+                step = predict(
+                    strategy,
+                    run.model,
+                    run.gpu,
+                    run.pool_tokens,
+                    run.concurrency,
+                    run.context,
+                    heads=run.heads,
+                    fitted=fitted,
+                    backend=run.backend,
+                )
             except LabError:
                 continue
-            rows.append(dict(
-                kind=group.kind, held_out=group.name, strategy=run.strategy, gpu=run.gpu,
-                pool_tokens=run.pool_tokens, concurrency=run.concurrency, context=run.context,
-                recorded_ms=run.step_ms, predicted_ms=step.step_ms, provenance=step.provenance,
-                error=abs(step.step_ms / run.step_ms - 1), how=step.how,
-            ))  # fmt: skip
+            rows.append(
+                dict(
+                    kind=group.kind,
+                    held_out=group.name,
+                    strategy=run.strategy,
+                    gpu=run.gpu,
+                    pool_tokens=run.pool_tokens,
+                    concurrency=run.concurrency,
+                    context=run.context,
+                    recorded_ms=run.step_ms,
+                    predicted_ms=step.step_ms,
+                    provenance=step.provenance,
+                    error=abs(step.step_ms / run.step_ms - 1),
+                    how=step.how,
+                )
+            )
     return pd.DataFrame(rows)
 
 
@@ -64,8 +82,15 @@ def summary(rows: pd.DataFrame, by: str = "kind") -> pd.DataFrame:
     if rows.empty:
         return pd.DataFrame(columns=[by, "runs", "median", "p90", "assumed"])
     parts = [*rows.groupby(by, sort=False), ("all", rows)]
-    return pd.DataFrame([
-        {by: name, "runs": len(part), "median": part.error.median(),
-         "p90": part.error.quantile(0.9), "assumed": (part.provenance == "assumed").mean()}
-        for name, part in parts
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            {
+                by: name,
+                "runs": len(part),
+                "median": part.error.median(),
+                "p90": part.error.quantile(0.9),
+                "assumed": (part.provenance == "assumed").mean(),
+            }
+            for name, part in parts
+        ]
+    )

@@ -13,9 +13,13 @@ from shadowkv_lab.predict.fit import Fit
 NEAR_MS = 0.15  # three published times, each rounded to 0.1 ms
 
 
-def hypotheses(of: Server | None = None, cards: tuple[str, ...] | None = None, *,
-               eager_ms: float | None = None,
-               cast_share: float | None = None) -> pd.DataFrame:  # fmt: skip
+def hypotheses(
+    of: Server | None = None,
+    cards: tuple[str, ...] | None = None,
+    *,
+    eager_ms: float | None = None,
+    cast_share: float | None = None,
+) -> pd.DataFrame:
     """One row a hypothesis; for each card, whether it fits and whether it is below its bandwidth.
 
     `of` is a user's server, or the case. `eager_ms` is what a recorded shadow step takes longer
@@ -34,28 +38,51 @@ def hypotheses(of: Server | None = None, cards: tuple[str, ...] | None = None, *
     fp8, bf16 = of.gib("fp8") + of.index_gib, of.gib("bf16")
     rows = [
         ("the shadow covers every layer", "no cast is left", bare, fp8 + bf16, None),
-        (f"{shadowed} of {of.layers} layers shadowed", "the others are still cast in full, as fast",
-         of.before_ms - of.cast_ms * shadowed / of.layers,
-         fp8 + of.gib("bf16", layers=max(shadowed, 0)) if shadowed else fp8,
-         speed if shadowed < of.layers else None),
-        (f"the pool cut to {kept}", "a smaller pool is still cast in full, as fast",
-         bare + of.cast_ms * float(kept), fp8 * float(kept), speed if kept else None),
-        ("a full cast by a faster kernel", "every layer and slot, in the time that is left",
-         bare + still, fp8, of.cast_gb / still * 1e3 if still > 0 else None),
-    ]  # fmt: skip
+        (
+            f"{shadowed} of {of.layers} layers shadowed",
+            "the others are still cast in full, as fast",
+            of.before_ms - of.cast_ms * shadowed / of.layers,
+            fp8 + of.gib("bf16", layers=max(shadowed, 0)) if shadowed else fp8,
+            speed if shadowed < of.layers else None,
+        ),
+        (
+            f"the pool cut to {kept}",
+            "a smaller pool is still cast in full, as fast",
+            bare + of.cast_ms * float(kept),
+            fp8 * float(kept),
+            speed if kept else None,
+        ),
+        (
+            "a full cast by a faster kernel",
+            "every layer and slot, in the time that is left",
+            bare + still,
+            fp8,
+            of.cast_gb / still * 1e3 if still > 0 else None,
+        ),
+    ]
     if eager_ms:
-        rows.append((
-            "the step lost its CUDA graph", "no cast is left, but the host sets the pace; "
-            f"{eager_ms:.1f} ms is what eager launches cost the lab's own step, a lower bound",
-            bare + eager_ms, fp8 + bf16, None,
-        ))  # fmt: skip
+        rows.append(
+            (
+                "the step lost its CUDA graph",
+                "no cast is left, but the host sets the pace; "
+                f"{eager_ms:.1f} ms is what eager launches cost the lab's own step, a lower bound",
+                bare + eager_ms,
+                fp8 + bf16,
+                None,
+            )
+        )
     for name in cards if cast_share else ():
         gb_per_s = cast_share * hardware.card(name).bandwidth_gb_per_s
-        rows.append((
-            f"the lab's vector cast on the {name.rsplit('-', 1)[-1]} card",
-            f"every layer and slot at {cast_share:.0%} of its bandwidth, as recorded on an H200; "
-            "not solved for the reported TPOT", bare + 1e3 * of.cast_gb / gb_per_s, fp8, gb_per_s,
-        ))  # fmt: skip
+        rows.append(
+            (
+                f"the lab's vector cast on the {name.rsplit('-', 1)[-1]} card",
+                f"every layer and slot at {cast_share:.0%} of its bandwidth, as recorded on an "
+                "H200; not solved for the reported TPOT",
+                bare + 1e3 * of.cast_gb / gb_per_s,
+                fp8,
+                gb_per_s,
+            )
+        )
     table = pd.DataFrame(rows, columns=["hypothesis", "assumes", "tpot_ms", "kv_gib", "gb_per_s"])
     table["off_ms"] = table.tpot_ms - of.after_ms
     table["total_gib"] = table.kv_gib + of.weights_gib
@@ -79,8 +106,9 @@ def vector_cast_share(fitted: Fit, gpu: str = "h200") -> float | None:
 
 def recorded_hypotheses(of: Server | None = None) -> pd.DataFrame:
     """`hypotheses` with what data/runs says about eager launches and the vector cast."""
-    return hypotheses(of, eager_ms=host_bound_ms(fit.recorded()),
-                      cast_share=vector_cast_share(fit.fit()))  # fmt: skip
+    return hypotheses(
+        of, eager_ms=host_bound_ms(fit.recorded()), cast_share=vector_cast_share(fit.fit())
+    )
 
 
 def host_bound_ms(runs: pd.DataFrame, strategy: str = "shadow") -> float | None:
@@ -125,10 +153,19 @@ def same_class() -> pd.DataFrame:
     peer, of = published("rtx6kpro"), server()
     bare = of.before_ms - of.cast_ms
     rates = peer["tokens_per_s"]
-    return pd.DataFrame([
-        dict(what="the case without its cast", step_ms=bare, tokens_per_s=1000 / bare,
-             source=f"{of.before_ms} - {of.cast_ms} ms"),
-        dict(what="a BF16 pool, whole step, same class of machine",
-             step_ms=1000 * len(rates) / sum(rates), tokens_per_s=sum(rates) / len(rates),
-             source=peer["source"]),
-    ])  # fmt: skip
+    return pd.DataFrame(
+        [
+            dict(
+                what="the case without its cast",
+                step_ms=bare,
+                tokens_per_s=1000 / bare,
+                source=f"{of.before_ms} - {of.cast_ms} ms",
+            ),
+            dict(
+                what="a BF16 pool, whole step, same class of machine",
+                step_ms=1000 * len(rates) / sum(rates),
+                tokens_per_s=sum(rates) / len(rates),
+                source=peer["source"],
+            ),
+        ]
+    )

@@ -25,16 +25,15 @@ SGLANG = (
     ("mem_fraction", "memory fraction", rf"mem_fraction_static={NUMBER}{END}"),
     ("tensor_parallel", "tensor parallel size", rf"tp_size={NUMBER}{END}"),
     ("tokens_per_s", "generation throughput", rf"Decode batch.*\(token/s\): {NUMBER}{END}"),
-)  # fmt: skip
+)
 VLLM = (
     ("weights_gib", "weights", rf"Model loading took {NUMBER} GiB"),
     ("kv_gib", "KV size", rf"Available KV cache memory: {NUMBER} GiB"),
     ("reported_tokens", "reported tokens", rf"GPU KV cache size: {NUMBER} tokens"),
     ("kv_dtype", "KV dtype", r"kv_cache_dtype['\"]?[=:] ?['\"]?([\w.]+)"),
     ("mem_fraction", "memory fraction", rf"gpu_memory_utilization['\"]?[=:] ?{NUMBER}{END}"),
-    ("tensor_parallel", "tensor parallel size",
-     rf"tensor_parallel_size['\"]?[=:] ?{NUMBER}{END}"),
-)  # fmt: skip
+    ("tensor_parallel", "tensor parallel size", rf"tensor_parallel_size['\"]?[=:] ?{NUMBER}{END}"),
+)
 SIGNS = {
     "sglang": r"Load weight (begin|end)\.|KV Cache is allocated|max_total_num_tokens=|Decode batch",
     "vllm": r"Model loading took|Available KV cache memory|GPU KV cache size",
@@ -130,25 +129,34 @@ def _dtype(name: str) -> str | None:
     return "bf16" if name.removeprefix("torch.") in ("bfloat16", "bf16") else None
 
 
-def from_log(log: "str | Path | ServerLog", geometry: "Geometry | str", card: "Card | str",
-             **options) -> Budget:  # fmt: skip
+def from_log(
+    log: "str | Path | ServerLog", geometry: "Geometry | str", card: "Card | str", **options
+) -> Budget:
     """The budget of the server that wrote a log; `options` are `budget`'s and come second.
 
     Raises `BadLog` if neither KV size nor tokens nor weights are in it.
     """
     log = log if isinstance(log, ServerLog) else parse(log)
     if log.weights_gib is None and log.kv_gib is None and log.pool_tokens is None:
-        raise BadLog(f"The log lacks {', '.join(log.missing)}", "weights, KV size or pool tokens",
-                     "Paste the lines of the start-up, not only of decoding")  # fmt: skip
+        raise BadLog(
+            f"The log lacks {', '.join(log.missing)}",
+            "weights, KV size or pool tokens",
+            "Paste the lines of the start-up, not only of decoding",
+        )
     geometry = load(geometry)
     before = None
     if log.free_before_gib is not None:
         card = hardware.card(card) if isinstance(card, str) else card
         before = max(0.0, card.memory_gib - log.free_before_gib)
     seen = dict(
-        weights_gib=log.weights_gib, mem_fraction_static=log.mem_fraction, kv_gib=log.kv_gib,
-        pool_tokens=log.pool_tokens if log.kv_gib is None else None, pool_dtype=log.kv_dtype,
-        tensor_parallel=log.tensor_parallel, before_weights_gib=before, engine=log.engine,
-    )  # fmt: skip
+        weights_gib=log.weights_gib,
+        mem_fraction_static=log.mem_fraction,
+        kv_gib=log.kv_gib,
+        pool_tokens=log.pool_tokens if log.kv_gib is None else None,
+        pool_dtype=log.kv_dtype,
+        tensor_parallel=log.tensor_parallel,
+        before_weights_gib=before,
+        engine=log.engine,
+    )
     seen = {name: value for name, value in seen.items() if value is not None}
     return budget(geometry, card, **{**options, **seen}, recorded=tuple(seen))

@@ -48,9 +48,14 @@ class Profile:
         return table.assign(share=table.ms / self.total_ms, provenance=self.provenance)
 
 
-def profile_step(bench: decode.Bench, strategy: "Strategy | str", pool_tokens: int,
-                 concurrency: int, context: int,
-                 trace: str | Path | None = None) -> Profile:  # fmt: skip
+def profile_step(
+    bench: decode.Bench,
+    strategy: "Strategy | str",
+    pool_tokens: int,
+    concurrency: int,
+    context: int,
+    trace: str | Path | None = None,
+) -> Profile:
     """Profile one eager step after a warm-up; `trace` is written for Perfetto (.json.gz)."""
     strategy = parse(strategy)
     decode.check(bench, strategy, pool_tokens, [(concurrency, context)])
@@ -79,12 +84,25 @@ def profile_step(bench: decode.Bench, strategy: "Strategy | str", pool_tokens: i
     kernels = tuple(sorted(found, key=lambda k: -k[2]))
     del pool, step
     decode.release(bench.device)
-    return Profile(strategy.label, bench.geometry.name, hardware.device_title(bench.device),
-                   pool_tokens, concurrency, context, "measured", kernels)  # fmt: skip
+    return Profile(
+        strategy.label,
+        bench.geometry.name,
+        hardware.device_title(bench.device),
+        pool_tokens,
+        concurrency,
+        context,
+        "measured",
+        kernels,
+    )
 
 
-def record(bench: decode.Bench, pool_tokens: int, context: int, path: str | Path,
-           strategies: Sequence[str] = ("full_cast", "shadow")) -> Path:  # fmt: skip
+def record(
+    bench: decode.Bench,
+    pool_tokens: int,
+    context: int,
+    path: str | Path,
+    strategies: Sequence[str] = ("full_cast", "shadow"),
+) -> Path:
     """Profile one request in each strategy, and keep that as a recorded run; returns its file."""
     path = Path(path)
     profiles = [profile_step(bench, name, pool_tokens, 1, context) for name in strategies]
@@ -110,9 +128,10 @@ def recorded(path: str | Path | None = None) -> list[Profile]:
             for p in entry["profiles"]
         ]
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise BadRecord(f"{path.name} is no file of profiles ({error!r})",
-                        remedy="Record one: profiled.record(reproduce.bench_here(), 495616, 1024, "
-                               "path)") from None  # fmt: skip
+        raise BadRecord(
+            f"{path.name} is no file of profiles ({error!r})",
+            remedy="Record one: profiled.record(reproduce.bench_here(), 495616, 1024, path)",
+        ) from None
 
 
 def short_name(kernel: str, width: int = 60) -> str:

@@ -48,8 +48,9 @@ class Reproduction:
         return all(check.ok for check in self.checks)
 
 
-def measured(runs: pd.DataFrame, rest: Rest, *, model: str | None = None,
-             context: int | None = None) -> pd.DataFrame:  # fmt: skip
+def measured(
+    runs: pd.DataFrame, rest: Rest, *, model: str | None = None, context: int | None = None
+) -> pd.DataFrame:
     """Table 2: measured or recorded steps at the case's pool, and TPOT = rest + step.
 
     Runs at a smaller pool are scaled to the case's by each phase's bytes and say so. The rest is
@@ -63,31 +64,53 @@ def measured(runs: pd.DataFrame, rest: Rest, *, model: str | None = None,
         strategy = parse(run.strategy)
         at = strategy.step_moves(shape, run.pool_tokens, run.live_tokens, run.new_tokens)
         there = strategy.step_moves(shape, P, run.live_tokens, run.new_tokens)
-        factors = {ms: getattr(there, b) / getattr(at, b) if getattr(at, b) else 1.0
-                   for ms, b in PHASES.items()}  # fmt: skip
+        factors = {
+            ms: getattr(there, b) / getattr(at, b) if getattr(at, b) else 1.0
+            for ms, b in PHASES.items()
+        }
         grown = sum(getattr(run, ms) * (factor - 1) for ms, factor in factors.items())
         step = run.step_ms + grown
         scaled = f"cast x {factors['cast_ms']:.1f}, by bytes" if grown else ""
-        rows.append(dict(
-            strategy=run.strategy, device=getattr(run, "device", ""), pool_tokens=run.pool_tokens,
-            context=run.context, measured_ms=run.step_ms, cast_ms=run.cast_ms,
-            attention_ms=run.attention_ms, write_ms=run.write_ms, step_ms=step, scaled=scaled,
-            tpot_ms=rest(run.concurrency) + step,
-            tokens_per_s=1000 * run.concurrency / (rest(run.concurrency) + step),
-            error=run.error, provenance="calibrated" if scaled else run.provenance, label="replay",
-        ))  # fmt: skip
+        rows.append(
+            dict(
+                strategy=run.strategy,
+                device=getattr(run, "device", ""),
+                pool_tokens=run.pool_tokens,
+                context=run.context,
+                measured_ms=run.step_ms,
+                cast_ms=run.cast_ms,
+                attention_ms=run.attention_ms,
+                write_ms=run.write_ms,
+                step_ms=step,
+                scaled=scaled,
+                tpot_ms=rest(run.concurrency) + step,
+                tokens_per_s=1000 * run.concurrency / (rest(run.concurrency) + step),
+                error=run.error,
+                provenance="calibrated" if scaled else run.provenance,
+                label="replay",
+            )
+        )
     return pd.DataFrame(rows)
 
 
-def recorded_runs(gpu: str = "h200", *, pool_tokens: int | None = None, concurrency: int = 1,
-                  context: int | None = None,
-                  runs: pd.DataFrame | None = None) -> pd.DataFrame:  # fmt: skip
+def recorded_runs(
+    gpu: str = "h200",
+    *,
+    pool_tokens: int | None = None,
+    concurrency: int = 1,
+    context: int | None = None,
+    runs: pd.DataFrame | None = None,
+) -> pd.DataFrame:
     """The newest recorded runs of the case's model at its pool, one load, on one GPU."""
     published = case.published("case")
     runs = fit.latest(fit.recorded() if runs is None else runs)
-    keep = dict(gpu=gpu, model=geometry.load(published["model"]).name,
-                pool_tokens=pool_tokens or published["pool_tokens"], concurrency=concurrency,
-                context=context or published["default_context"])  # fmt: skip
+    keep = dict(
+        gpu=gpu,
+        model=geometry.load(published["model"]).name,
+        pool_tokens=pool_tokens or published["pool_tokens"],
+        concurrency=concurrency,
+        context=context or published["default_context"],
+    )
     for name, value in keep.items():
         runs = runs[runs[name] == value]
     runs = runs.assign(provenance="recorded", device=runs.get("origin.device", ""))
@@ -97,8 +120,11 @@ def recorded_runs(gpu: str = "h200", *, pool_tokens: int | None = None, concurre
     return runs.sort_values("strategy", key=lambda s: s.str.split("(").str[0].map(order))
 
 
-def bench_here(device: "str | torch.device | None" = None, model: Geometry | None = None,
-               progress: Progress = lambda text, done: None) -> decode.Bench:  # fmt: skip
+def bench_here(
+    device: "str | torch.device | None" = None,
+    model: Geometry | None = None,
+    progress: Progress = lambda text, done: None,
+) -> decode.Bench:
     """A bench for the case's model and heads on this machine."""
     model = model or geometry.load(case.published("case")["model"])
     heads = model.heads_per_gpu(case.published("case")["tensor_parallel"])
@@ -117,9 +143,9 @@ def pool_here(bench: decode.Bench) -> int:
     return min(P, fits)
 
 
-def measure_here(bench: decode.Bench, pool_tokens: int, context: int,
-                 strategies: Sequence[str] | None = None,
-                 ) -> tuple[list[records.Run], list[Check]]:  # fmt: skip
+def measure_here(
+    bench: decode.Bench, pool_tokens: int, context: int, strategies: Sequence[str] | None = None
+) -> tuple[list[records.Run], list[Check]]:
     """Measure each strategy here; one that fails its correctness check becomes a failed check."""
     if strategies is None:
         more = (
@@ -169,15 +195,19 @@ def same_bits(bench: decode.Bench, layers: int = 2, pool_tokens: int = 1024) -> 
 def checks_of(lines: Sequence[case.Line]) -> list[Check]:
     """One check for each derived figure that was published."""
     return [
-        Check(f"{line.what} = {line.formula}", bool(line.agrees),
-              f"{line.value:.4g} {line.unit}, published {line.published:g}")
-        for line in lines if line.agrees is not None
-    ]  # fmt: skip
+        Check(
+            f"{line.what} = {line.formula}",
+            bool(line.agrees),
+            f"{line.value:.4g} {line.unit}, published {line.published:g}",
+        )
+        for line in lines
+        if line.agrees is not None
+    ]
 
 
-def tables_of(runs: pd.DataFrame, card: str, context: int,
-              fitted: "fit.Fit | None" = None,
-           ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:  # fmt: skip
+def tables_of(
+    runs: pd.DataFrame, card: str, context: int, fitted: "fit.Fit | None" = None
+) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
     """Tables 1, 2, 4, 5 and 6 with their texts; `runs` are those of table 2."""
     seen = fit.latest(fit.recorded())
     of = case.server()
@@ -198,14 +228,20 @@ def tables_of(runs: pd.DataFrame, card: str, context: int,
         "does_not_add_up": hypotheses.in_words(of, found["does_not_add_up"]),
         "verdict": f"On {hardware.card(card).title}, {published['pool_gib']} GiB of KV, one "
         f"request of {context:,} tokens. Cast: calibrated by the case's {published['cast_ms']} ms.",
-    }  # fmt: skip
+    }
     return found, notes
 
 
-def run(device: "str | None" = None, out: "str | Path" = "out/reproduce", *,
-        card: str | None = None, context: int | None = None, pool_tokens: int | None = None,
-        profile: bool = True,
-        progress: Progress = lambda text, done: None) -> Reproduction:  # fmt: skip
+def run(
+    device: "str | None" = None,
+    out: "str | Path" = "out/reproduce",
+    *,
+    card: str | None = None,
+    context: int | None = None,
+    pool_tokens: int | None = None,
+    profile: bool = True,
+    progress: Progress = lambda text, done: None,
+) -> Reproduction:
     """Reproduce the case on this machine beside the recorded H200 run; writes under `out`.
 
     Never raises for a strategy that is wrong: that is a failed check, and `ok` is False.
@@ -228,8 +264,10 @@ def run(device: "str | None" = None, out: "str | Path" = "out/reproduce", *,
         notes["measured"] += f" Noisy: {', '.join(disturbed)}; {records.NOISY}."
     if profile:
         traces = [out / f"trace_{name}.json.gz" for name in ("full_cast", "shadow")]
-        seen = [profiled.profile_step(bench, name, pool_tokens, 1, context, trace)
-                for name, trace in zip(("full_cast", "shadow"), traces, strict=True)]  # fmt: skip
+        seen = [
+            profiled.profile_step(bench, name, pool_tokens, 1, context, trace)
+            for name, trace in zip(("full_cast", "shadow"), traces, strict=True)
+        ]
         tables["profile"] = pd.concat([p.table() for p in seen])
         files += traces
     for name, table in tables.items():

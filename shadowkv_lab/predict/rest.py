@@ -53,9 +53,16 @@ def _interpolate(x: float, xs, ys) -> float:
     return ys[-1]
 
 
-def rest_from(tpot_ms: float, step_ms: float, geometry: Geometry, card: "hardware.Card | str", *,
-              tensor_parallel: int = 8, expert_bits: float | None = None,
-              provenance: str = "assumed") -> Rest:  # fmt: skip
+def rest_from(
+    tpot_ms: float,
+    step_ms: float,
+    geometry: Geometry,
+    card: "hardware.Card | str",
+    *,
+    tensor_parallel: int = 8,
+    expert_bits: float | None = None,
+    provenance: str = "assumed",
+) -> Rest:
     """The rest anchored at one stream: `tpot_ms` less full cast's whole step there.
 
     Expert bytes: `3 x hidden x moe_intermediate` weights of `expert_bits` (the case's NVFP4: 4
@@ -88,5 +95,11 @@ def rest_from(tpot_ms: float, step_ms: float, geometry: Geometry, card: "hardwar
         f"{at_one:.1f} ms at one request; experts of {weights / 2**20:.1f} MiB at {share:.0%} of "
         f"{card.bandwidth_gb_per_s:.0f} GB/s, requests choosing evenly"
     )
-    return Rest(fixed, expert_ms, geometry.experts, geometry.experts_per_token,
-                provenance=provenance, how=how)  # fmt: skip
+    return Rest(
+        fixed,
+        expert_ms,
+        geometry.experts,
+        geometry.experts_per_token,
+        provenance=provenance,
+        how=how,
+    )

@@ -85,16 +85,20 @@ def parse_line(line: str, where: str = "this line") -> Result:
         return _one_batch_server(entry, where)
     if {"mean_tpot_ms", "mean_itl_ms", "request_throughput"} & entry.keys():
         return _serving(entry, where)
-    raise BadResult(f"{where} is of no benchmark that the lab reads: it has "
-                    f"{', '.join(list(entry)[:6]) or 'no field'}",
-                    "bench_serving, bench_one_batch_server, bench_one_batch")  # fmt: skip
+    raise BadResult(
+        f"{where} is of no benchmark that the lab reads: it has "
+        f"{', '.join(list(entry)[:6]) or 'no field'}",
+        "bench_serving, bench_one_batch_server, bench_one_batch",
+    )
 
 
 def _serving(entry: dict, where: str) -> Result:
     name = next((n for n in ("mean_tpot_ms", "mean_itl_ms") if _is(entry.get(n))), None)
     if name is None:
-        raise BadResult(f"{where} has no mean_tpot_ms and no mean_itl_ms above 0",
-                        remedy="Ask for more than one output token a request")  # fmt: skip
+        raise BadResult(
+            f"{where} has no mean_tpot_ms and no mean_itl_ms above 0",
+            remedy="Ask for more than one output token a request",
+        )
     load = (
         entry.get("max_concurrency") or entry.get("concurrency"),
         entry.get("random_input_len"),
@@ -103,24 +107,35 @@ def _serving(entry: dict, where: str) -> Result:
     if not entry.get("max_concurrency") and _is(load[0]):
         load = (round(load[0], 1), *load[1:])
     percentiles = [entry.get(name.replace("mean", p)) for p in ("median", "p99")]
-    return Result("bench_serving", load, entry[name], _number(entry, "output_throughput", where),
-                  name, *percentiles, server=entry.get("server_info") or {})  # fmt: skip
+    return Result(
+        "bench_serving",
+        load,
+        entry[name],
+        _number(entry, "output_throughput", where),
+        name,
+        *percentiles,
+        server=entry.get("server_info") or {},
+    )
 
 
 def _one_batch_server(entry: dict, where: str) -> Result:
     rate, size = (_number(entry, name, where) for name in ("output_throughput", "batch_size"))
     load = (size, entry.get("input_len"), entry.get("output_len"))
-    return Result("bench_one_batch_server", load, 1000 * size / rate, rate,
-                  "1000 x batch_size / output_throughput",
-                  server=entry.get("server_info") or {})  # fmt: skip
+    return Result(
+        "bench_one_batch_server",
+        load,
+        1000 * size / rate,
+        rate,
+        "1000 x batch_size / output_throughput",
+        server=entry.get("server_info") or {},
+    )
 
 
 def _one_batch(entry: dict, where: str) -> Result:
     seconds = _number(entry, "median_decode_latency", where)
     size = entry.get("batch_size") or 1
     load = (size, entry.get("input_len"), entry.get("output_len"))
-    return Result("bench_one_batch", load, 1000 * seconds, size / seconds,
-                  "median_decode_latency")  # fmt: skip
+    return Result("bench_one_batch", load, 1000 * seconds, size / seconds, "median_decode_latency")
 
 
 def _is(value: object) -> bool:
@@ -161,16 +176,27 @@ def read_trace(path: str | Path) -> Trace:
             "Wait for the server to finish writing it, and copy it again",
         ) from None
     if not kernels:
-        raise BadResult(f"{path.name} holds no GPU kernels", "traces with GPU activities",
-                        "Profile with --profile-activities GPU")  # fmt: skip
+        raise BadResult(
+            f"{path.name} holds no GPU kernels",
+            "traces with GPU activities",
+            "Profile with --profile-activities GPU",
+        )
     if prefill := [m for m in marks if not m.startswith("step[DECODE")]:
-        raise BadResult(f"{path.name} holds other steps than decoding ({prefill[0]}])",
-                        "decode steps only", "Profile with --profile-by-stage")  # fmt: skip
+        raise BadResult(
+            f"{path.name} holds other steps than decoding ({prefill[0]}])",
+            "decode steps only",
+            "Profile with --profile-by-stage",
+        )
     device = (
         next(iter(content.get("deviceProperties") or []), {}) if isinstance(content, dict) else {}
     )
-    return Trace(path.name, device.get("name"), {k: tuple(v) for k, v in kernels.items()},
-                 dict(maybe), len(marks) or None)  # fmt: skip
+    return Trace(
+        path.name,
+        device.get("name"),
+        {k: tuple(v) for k, v in kernels.items()},
+        dict(maybe),
+        len(marks) or None,
+    )
 
 
 def _text(path: Path) -> str:

@@ -68,10 +68,19 @@ class StepPrediction:
         return next(p for p in self.phases if p.name == phase)
 
 
-def predict(strategy: "Strategy | str", geometry: "Geometry | str", card: "Card | str",
-            pool_tokens: int, concurrency: int = 1, context: float | None = None, *,
-            live_tokens: float | None = None, heads: int | None = None,
-            backend: str | None = None, fitted: Fit | None = None) -> StepPrediction:  # fmt: skip
+def predict(
+    strategy: "Strategy | str",
+    geometry: "Geometry | str",
+    card: "Card | str",
+    pool_tokens: int,
+    concurrency: int = 1,
+    context: float | None = None,
+    *,
+    live_tokens: float | None = None,
+    heads: int | None = None,
+    backend: str | None = None,
+    fitted: Fit | None = None,
+) -> StepPrediction:
     """The step of `concurrency` requests of `context` tokens, or of `live_tokens` in all.
 
     `card` is a card of data/gpus or a device title that runs were recorded on; `heads` on this
@@ -190,8 +199,16 @@ class StepTime:
 
     def at(self, running: int, live_tokens: float) -> StepPrediction:
         """The strategy's step alone, phase by phase, with provenances."""
-        return predict(self.strategy, self.geometry, self.card, self.pool_tokens, running,
-                       live_tokens=live_tokens, heads=self.heads, fitted=self.fitted)  # fmt: skip
+        return predict(
+            self.strategy,
+            self.geometry,
+            self.card,
+            self.pool_tokens,
+            running,
+            live_tokens=live_tokens,
+            heads=self.heads,
+            fitted=self.fitted,
+        )
 
     def __call__(self, running: int, live_tokens: float) -> float:
         live, times = self.knots(running)
@@ -208,17 +225,30 @@ class StepTime:
         return weakest([*ends, *([self.rest.provenance] if self.rest else [])])
 
 
-def step_time(strategy: "Strategy | str", geometry: "Geometry | str", card: "Card | str",
-              pool_tokens: int, *, heads: int | None = None, rest: Rest | None = None,
-              fitted: Fit | None = None) -> StepTime:  # fmt: skip
+def step_time(
+    strategy: "Strategy | str",
+    geometry: "Geometry | str",
+    card: "Card | str",
+    pool_tokens: int,
+    *,
+    heads: int | None = None,
+    rest: Rest | None = None,
+    fitted: Fit | None = None,
+) -> StepTime:
     """A `StepTime` from names; fits data/runs if no fit is given."""
     geometry = load(geometry)
     heads = heads or geometry.heads_per_gpu(8 if geometry.heads % 8 == 0 else 1)
     return StepTime(parse(strategy), geometry, card, pool_tokens, heads, fitted or fit(), rest)
 
 
-def predict_all(geometry: "Geometry | str", card: "Card | str", pool_tokens: int, concurrency: int,
-                context: int, **options) -> list[StepPrediction]:  # fmt: skip
+def predict_all(
+    geometry: "Geometry | str",
+    card: "Card | str",
+    pool_tokens: int,
+    concurrency: int,
+    context: int,
+    **options,
+) -> list[StepPrediction]:
     """The prediction of every strategy that some kernel serves there; `options` of `predict`."""
     shape, chosen = load(geometry), [kind() for kind in STRATEGIES.values()]
     if (name := _name(card)) in hardware.known_cards():

@@ -40,8 +40,12 @@ def engine(storage: str) -> Engine:
     return Engine(int(KV_BYTES) // model.token_bytes(storage), step, storage)
 
 
-def run(trace: "str | Path | None" = None, *, counts: tuple[int, ...] = (10_000, 100_000),
-        step_too: bool = True) -> list[Timing]:  # fmt: skip
+def run(
+    trace: "str | Path | None" = None,
+    *,
+    counts: tuple[int, ...] = (10_000, 100_000),
+    step_too: bool = True,
+) -> list[Timing]:
     """Time a trace (scaled to a rate that can be served) on each pool, then growing traffic.
 
     Without `trace`, traffic drawn from the published quantiles of the Azure conversation trace,
@@ -76,8 +80,17 @@ def _time(server: Engine, load: traffic.Traffic, step_too: bool) -> Timing:
         same = again.summary() == row and [_times(r) for r in again.requests] == [
             _times(r) for r in results.requests
         ]
-    return Timing(load.name, server.label, len(load), seconds, peak, row["output_tokens_per_s"],
-                  row["preemptions"], row["recomputed_tokens"], same)  # fmt: skip
+    return Timing(
+        load.name,
+        server.label,
+        len(load),
+        seconds,
+        peak,
+        row["output_tokens_per_s"],
+        row["preemptions"],
+        row["recomputed_tokens"],
+        same,
+    )
 
 
 def _times(request) -> tuple[int, ...]:

@@ -60,12 +60,23 @@ def point(contender: Contender, concurrency: int, context: int) -> Point:
             "Take a strategy that keeps fewer bytes a token, or a larger card",
         )
     step_ms = contender.step(running, running * context)
-    return Point(contender.name, running, concurrency - running, step_ms,
-                 1000 * running / step_ms, contender.step.provenance)  # fmt: skip
+    return Point(
+        contender.name,
+        running,
+        concurrency - running,
+        step_ms,
+        1000 * running / step_ms,
+        contender.step.provenance,
+    )
 
 
-def loop_tokens_per_s(contender: Contender, concurrency: int, prompt_tokens: int,
-                      output_tokens: int, prefill_tokens_per_s: float) -> float:  # fmt: skip
+def loop_tokens_per_s(
+    contender: Contender,
+    concurrency: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    prefill_tokens_per_s: float,
+) -> float:
     """Output tokens/s of a closed loop of equal requests, prefill counted.
 
     A request takes prompt / prefill rate of the engine's time for itself, and shares output - 1
@@ -103,8 +114,9 @@ def cell(contenders: Sequence[Contender], concurrency: int, context: int) -> Cel
     return Cell(concurrency, context, winner.name, rates[best], lead, running)
 
 
-def winner_map(contenders: Sequence[Contender], concurrencies: Iterable[int],
-               contexts: Iterable[int]) -> list[list[Cell]]:  # fmt: skip
+def winner_map(
+    contenders: Sequence[Contender], concurrencies: Iterable[int], contexts: Iterable[int]
+) -> list[list[Cell]]:
     """Rows of contexts, columns of concurrencies."""
     concurrencies = list(concurrencies)
     return [[cell(contenders, c, n) for c in concurrencies] for n in contexts]
@@ -119,8 +131,9 @@ class Crossover(NamedTuple):
     after: str
 
 
-def crossovers(contenders: Sequence[Contender], contexts: Iterable[int],
-               concurrencies: Sequence[int]) -> list[Crossover]:  # fmt: skip
+def crossovers(
+    contenders: Sequence[Contender], contexts: Iterable[int], concurrencies: Sequence[int]
+) -> list[Crossover]:
     """The lines of the map: to the single request, between neighbours of `concurrencies`.
 
     What changes and changes back between two neighbours is not seen; a finer list sees it.

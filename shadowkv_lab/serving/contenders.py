@@ -70,8 +70,9 @@ class Predicted:
         return live.tolist(), [self(running, at) for at in live.tolist()]
 
 
-def anchored_rest(anchor: str, geometry: Geometry, card: hardware.Card,
-                  tensor_parallel: int = 8) -> Rest:  # fmt: skip
+def anchored_rest(
+    anchor: str, geometry: Geometry, card: hardware.Card, tensor_parallel: int = 8
+) -> Rest:
     """The rest of a step by running requests, from one of `ANCHORS`: always assumed.
 
     One stream's whole step less its strategy's own, on the machine and model that it was seen
@@ -96,10 +97,17 @@ def anchored_rest(anchor: str, geometry: Geometry, card: hardware.Card,
     return rest_from(tpot_ms, step_ms, geometry, card, tensor_parallel=tensor_parallel)
 
 
-def contenders(model: "str | Geometry" = "glm-5", card: str = "rtx-pro-6000-server",
-               strategies: "Sequence[str | Strategy] | None" = None, *, anchor: str = "case",
-               rest: Rest | None = None, kv_gib: float | None = None, tensor_parallel: int = 8,
-               **options) -> list[Contender]:  # fmt: skip
+def contenders(
+    model: "str | Geometry" = "glm-5",
+    card: str = "rtx-pro-6000-server",
+    strategies: "Sequence[str | Strategy] | None" = None,
+    *,
+    anchor: str = "case",
+    rest: Rest | None = None,
+    kv_gib: float | None = None,
+    tensor_parallel: int = 8,
+    **options,
+) -> list[Contender]:
     """Each strategy with its capacity on this card and its step.
 
     Raises `LoadDoesNotFit`, and `BackendCannotRun` for a strategy that no kernel serves there.
@@ -121,10 +129,11 @@ def contenders(model: "str | Geometry" = "glm-5", card: str = "rtx-pro-6000-serv
     plan = budget(geometry, card, tensor_parallel, strategies=chosen, kv_gib=kv_gib, **options)
     rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
     return [
-        Contender(s.label, plan.of(s).tokens,
-                  _step(s, geometry, card, plan.of(s).tokens, rest, heads))
+        Contender(
+            s.label, plan.of(s).tokens, _step(s, geometry, card, plan.of(s).tokens, rest, heads)
+        )
         for s in chosen
-    ]  # fmt: skip
+    ]
 
 
 def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:

@@ -112,10 +112,12 @@ class Results:
     @cached_property
     def tpot_ms(self) -> np.ndarray:
         """NaN for a request of one token."""
-        return np.array([
-            (r.end - r.first) / (FS_PER_MS * (r.output - 1)) if r.output > 1 else np.nan
-            for r in self.finished
-        ])  # fmt: skip
+        return np.array(
+            [
+                (r.end - r.first) / (FS_PER_MS * (r.output - 1)) if r.output > 1 else np.nan
+                for r in self.finished
+            ]
+        )
 
     @cached_property
     def latency_ms(self) -> np.ndarray:
@@ -156,8 +158,12 @@ class Results:
         good = int(self.within(objective).sum()) if self.finished else 0
         row["goodput_share"] = good / len(self.requests)
         row["goodput_requests_per_s"] = good / seconds
-        spreads = {"ttft_ms": spread(self.ttft_ms), "tpot_ms": spread(self.tpot_ms),
-                   "itl_ms": self.itl_ms, "latency_ms": spread(self.latency_ms)}  # fmt: skip
+        spreads = {
+            "ttft_ms": spread(self.ttft_ms),
+            "tpot_ms": spread(self.tpot_ms),
+            "itl_ms": self.itl_ms,
+            "latency_ms": spread(self.latency_ms),
+        }
         for name, values in spreads.items():
             row |= {f"{part}_{name}": value for part, value in values._asdict().items()}
         row["preemptions"] = self.scheduler.preemptions

@@ -50,8 +50,14 @@ class Engine:
         return BlockManager(self.capacity_tokens, self.page_tokens, self.watermark)
 
 
-def simulate(engine: Engine, traffic: Traffic, *, leap: bool = True, overload: bool = False,
-             observe: Callable[[int, Scheduler], None] | None = None) -> Results:  # fmt: skip
+def simulate(
+    engine: Engine,
+    traffic: Traffic,
+    *,
+    leap: bool = True,
+    overload: bool = False,
+    observe: Callable[[int, Scheduler], None] | None = None,
+) -> Results:
     """Serve `traffic` on `engine` and say how it went; the same input gives the same bytes.
 
     Time runs in steps, one after another, as in vLLM V1 and SGLang's mixed chunks:

@@ -80,8 +80,13 @@ class Traffic:
         )
         name = f"{self.name}, rate x {rate:.3g}" if rate != 1 else self.name
         name += f", length x {length:.3g}" if length != 1 else ""
-        return replace(self, name=name, arrival_s=self.arrival_s / rate,
-                       prompt_tokens=prompt, output_tokens=output)  # fmt: skip
+        return replace(
+            self,
+            name=name,
+            arrival_s=self.arrival_s / rate,
+            prompt_tokens=prompt,
+            output_tokens=output,
+        )
 
 
 def require_servable(traffic: Traffic, prefill_tokens_per_s: float) -> None:
@@ -169,8 +174,9 @@ def poisson(requests_per_s: float, requests: int, lengths: Lengths, seed: int = 
     return bursts(requests_per_s, 1.0, requests, lengths, seed)
 
 
-def bursts(requests_per_s: float, cv: float, requests: int, lengths: Lengths,
-           seed: int = 0) -> Traffic:  # fmt: skip
+def bursts(
+    requests_per_s: float, cv: float, requests: int, lengths: Lengths, seed: int = 0
+) -> Traffic:
     """Gamma-distributed gaps, standard deviation `cv` times their mean: 1 is Poisson, 3 bursty."""
     if not (0 < requests_per_s < np.inf):
         raise BadSize(f"{requests_per_s} requests/s", "a rate above 0")

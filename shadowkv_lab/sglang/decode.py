@@ -25,8 +25,14 @@ class GraphDecode(FusedAttention):
     request 0 and is read by nobody. `update` is called outside graphs, before each replay.
     """
 
-    def __init__(self, requests: int, heads: int, sm_scale: float, pages: torch.Tensor,
-                 partials: dict[int, tuple[torch.Tensor, torch.Tensor]]):  # fmt: skip
+    def __init__(
+        self,
+        requests: int,
+        heads: int,
+        sm_scale: float,
+        pages: torch.Tensor,
+        partials: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ):
         device = pages.device
         self.requests, self.heads, self.sm_scale = requests, heads, sm_scale
         self.row = launch_row(device, heads, requests, LONG)
@@ -34,15 +40,18 @@ class GraphDecode(FusedAttention):
         programs = self.row.blocks_per_sm * multiprocessors(device)
         self.items = max(requests, programs // self.tiles)
         # One buffer, so that one copy a step brings all of it: work items, splits, indptr.
-        self.table = torch.zeros(4 * self.items + 2 * (requests + 1), dtype=torch.int32,
-                                 device=device)  # fmt: skip
+        self.table = torch.zeros(
+            4 * self.items + 2 * (requests + 1), dtype=torch.int32, device=device
+        )
         self.work = self.table[: 4 * self.items].view(-1, 4)
         self.splits, indptr = self.table[4 * self.items :].view(2, -1)
         self.batch = Slots(requests, indptr, pages)
         if self.items not in partials:
             shape = self.items, heads
-            partials[self.items] = (torch.empty(*shape, RANK.value, device=device),
-                                    torch.empty(*shape, 2, device=device))  # fmt: skip
+            partials[self.items] = (
+                torch.empty(*shape, RANK.value, device=device),
+                torch.empty(*shape, 2, device=device),
+            )
         self.partial, self.stats = partials[self.items]
         self.rows = min(256, triton.next_power_of_2(triton.cdiv(self.items, requests)))
         self.columns = min(128, max(16, COMBINE_VALUES // self.rows))

@@ -11,8 +11,17 @@ PROGRAMS_PER_SM = 8
 
 
 @triton.jit
-def widen_kernel(pool, slots, target, count, D: tl.constexpr, WIDTH: tl.constexpr,
-                 ROWS: tl.constexpr, DEVICE_COUNT: tl.constexpr, GATHER: tl.constexpr):  # fmt: skip
+def widen_kernel(
+    pool,
+    slots,
+    target,
+    count,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEVICE_COUNT: tl.constexpr,
+    GATHER: tl.constexpr,
+):
     """A fixed grid strides over `count` slots; a row of D values is read as WIDTH lanes."""
     total = tl.load(count) if DEVICE_COUNT else count
     lane = tl.arange(0, WIDTH)[None, :]
@@ -27,14 +36,26 @@ def widen_kernel(pool, slots, target, count, D: tl.constexpr, WIDTH: tl.constexp
         tl.store(target + row[:, None] * D + lane, wide, mask=inside)
 
 
-def widen(pool: torch.Tensor, slots: torch.Tensor, target: torch.Tensor,
-          count: torch.Tensor | None, gather: bool) -> None:  # fmt: skip
+def widen(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    target: torch.Tensor,
+    count: torch.Tensor | None,
+    gather: bool,
+) -> None:
     """As `rows.widen`, in one launch whose grid depends on shapes alone."""
     width = pool.shape[-1]
     most = multiprocessors(pool.device) * PROGRAMS_PER_SM
     programs = max(1, min(triton.cdiv(len(slots), ROWS), most))
     widen_kernel[(programs,)](
-        pool, slots, target, len(slots) if count is None else count, D=width,
-        WIDTH=triton.next_power_of_2(width), ROWS=ROWS, DEVICE_COUNT=count is not None,
-        GATHER=gather, num_warps=4,
-    )  # fmt: skip
+        pool,
+        slots,
+        target,
+        len(slots) if count is None else count,
+        D=width,
+        WIDTH=triton.next_power_of_2(width),
+        ROWS=ROWS,
+        DEVICE_COUNT=count is not None,
+        GATHER=gather,
+        num_warps=4,
+    )

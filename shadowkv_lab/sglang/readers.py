@@ -177,8 +177,9 @@ class FusedFP8(VectorCast):
             wrapper._shadowkv = planned
         planned.update(lens, pages)
 
-    def decode(self, backend, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None,
-               k_rope=None):  # fmt: skip
+    def decode(
+        self, backend, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
+    ):
         """In place of `forward_decode`: write as it does, then attend over FP8 rows."""
         if k is not None and save_kv_cache:
             from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -204,6 +205,9 @@ class FusedFP8(VectorCast):
 
 
 READERS = {
-    "full_cast": Reader, "vector_cast": VectorCast, "shadow": Shadow, "gather_cast": GatherCast,
+    "full_cast": Reader,
+    "vector_cast": VectorCast,
+    "shadow": Shadow,
+    "gather_cast": GatherCast,
     "fused_fp8": FusedFP8,
-}  # fmt: skip
+}

@@ -34,8 +34,11 @@ UNSEEN = "rows then reach the pool past its class's write paths, and the mirror 
 OFF = (False, None)
 RULES = (
     Rule("kv_cache_dtype", ("fp8_e4m3",), "there is no cast to save for another KV dtype"),
-    Rule("dtype", ("auto", "bfloat16"), "the mirror holds BF16, and another query dtype would "
-         "cast it again"),
+    Rule(
+        "dtype",
+        ("auto", "bfloat16"),
+        "the mirror holds BF16, and another query dtype would cast it again",
+    ),
     Rule("pp_size", (1,), "pipeline stages share out the layers; not written for"),
     Rule("dcp_size", (1,), "decode context parallelism spreads a request's rows over GPUs"),
     Rule("attn_cp_size", (1,), "context parallelism writes gathered rows"),
@@ -54,12 +57,20 @@ RULES = (
     Rule("enable_flexkv", OFF, f"FlexKV loads rows from outside: {UNSEEN}", True),
     Rule("enable_unified_cache_external_linker", OFF, f"an external cache: {UNSEEN}", True),
     Rule("radix_cache_backend", (None,), f"a cache of another maker: {UNSEEN}", True),
-    Rule("disaggregation_mode", ("null",), f"disaggregated prefill sends rows by RDMA: {UNSEEN}",
-         True),
+    Rule(
+        "disaggregation_mode",
+        ("null",),
+        f"disaggregated prefill sends rows by RDMA: {UNSEEN}",
+        True,
+    ),
     Rule("disaggregation_decode_enable_offload_kvcache", OFF, f"KV offload: {UNSEEN}", True),
-    Rule("enable_memory_saver", OFF, "a pool that is released and taken back holds other bytes "
-         "than its mirror", True),
-)  # fmt: skip
+    Rule(
+        "enable_memory_saver",
+        OFF,
+        "a pool that is released and taken back holds other bytes than its mirror",
+        True,
+    ),
+)
 
 
 def check_arguments(arguments: Mapping[str, object], chosen: Settings) -> None:
@@ -95,8 +106,11 @@ def check_pool(pool: object, chosen: Settings) -> None:
     """
     kind = type(pool).__name__
     if not hasattr(pool, "kv_lora_rank"):
-        raise NotMLA(f"The server's KV pool is a {kind}", "MLATokenToKVPool, DSATokenToKVPool",
-                     "The plug-in is for models with multi-head latent attention")  # fmt: skip
+        raise NotMLA(
+            f"The server's KV pool is a {kind}",
+            "MLATokenToKVPool, DSATokenToKVPool",
+            "The plug-in is for models with multi-head latent attention",
+        )
     if kind not in ("MLATokenToKVPool", "DSATokenToKVPool"):
         raise UnsupportedServer(
             f"The server's KV pool is a {kind}, which writes its rows by itself",
@@ -116,8 +130,10 @@ def check_pool(pool: object, chosen: Settings) -> None:
             f"The pool holds rows of {width} x {pool.dtype}", f"{ROW} x torch.float8_e4m3fn"
         )
     if getattr(pool, "post_capture_active", False):
-        raise UnsupportedServer("The pool's memory is given out after graph capture",
-                                "a pool that is allocated before it")  # fmt: skip
+        raise UnsupportedServer(
+            "The pool's memory is given out after graph capture",
+            "a pool that is allocated before it",
+        )
     if chosen.layers is not None:
         here = range(pool.start_layer, pool.start_layer + pool.layer_num)
         if outside := sorted(chosen.layers - set(here)):

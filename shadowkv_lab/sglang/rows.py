@@ -10,8 +10,14 @@ import torch
 from shadowkv_lab.kernels.reference import FP8
 
 
-def widen(pool: torch.Tensor, slots: torch.Tensor, target: torch.Tensor,
-          count: torch.Tensor | None = None, *, gather: bool = False) -> None:  # fmt: skip
+def widen(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    target: torch.Tensor,
+    count: torch.Tensor | None = None,
+    *,
+    gather: bool = False,
+) -> None:
     """`target[slots[i]] = bf16(pool[slots[i]])`; with `gather`, `target[i]` of the same.
 
     pool [S, D] uint8 (e4m3 bits), slots int32 or int64, target [S', D] BF16. `count` (int32 [1],

@@ -63,25 +63,46 @@ def capture(
     wanted = parse_layers(layers, shape.layers)
     ids = tokenise(directory, text)[:max_tokens]
     check_tokens(len(ids), shape)
-    loaded = checkpoint.load_model(directory, max(wanted) + 1, dtype=dtype, device=device,
-                                   progress=lambda t, done: progress(t, 0.4 * done))  # fmt: skip
-    found = run(loaded.model, ids, wanted, chunk_tokens=chunk_tokens, queries=queries,
-                progress=lambda t, done: progress(t, 0.4 + 0.5 * done))  # fmt: skip
+    loaded = checkpoint.load_model(
+        directory,
+        max(wanted) + 1,
+        dtype=dtype,
+        device=device,
+        progress=lambda t, done: progress(t, 0.4 * done),
+    )
+    found = run(
+        loaded.model,
+        ids,
+        wanted,
+        chunk_tokens=chunk_tokens,
+        queries=queries,
+        progress=lambda t, done: progress(t, 0.4 + 0.5 * done),
+    )
     extras = {f"queries.{n}": q for n, q in zip(wanted, found.queries, strict=True)}
-    extras |= {f"index_keys.{n}": k for n, k in zip(wanted, found.index_keys, strict=True)
-               if k is not None}  # fmt: skip
+    extras |= {
+        f"index_keys.{n}": k for n, k in zip(wanted, found.index_keys, strict=True) if k is not None
+    }
     header = {
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(), "model_sha256": loaded.sha256,
-        "shards": ", ".join(loaded.shards), "attention_check": f"{found.attention_check:.3e}",
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "model_sha256": loaded.sha256,
+        "shards": ", ".join(loaded.shards),
+        "attention_check": f"{found.attention_check:.3e}",
         "weights": getattr(loaded.model.config, "shadowkv_weights", "as published"),
-        "transformers": version_of("transformers"), "torch": torch.__version__,
-    }  # fmt: skip
+        "transformers": version_of("transformers"),
+        "torch": torch.__version__,
+    }
     return poolfile.write(
-        out, shape, STORAGE[dtype], wanted, len(ids), lambda i: found.rows[i],
+        out,
+        shape,
+        STORAGE[dtype],
+        wanted,
+        len(ids),
+        lambda i: found.rows[i],
         source=f"capture of {directory.name}, {len(ids)} tokens in chunks of {chunk_tokens}",
-        extras={**extras, "query_positions": found.query_positions}, header=header,
+        extras={**extras, "query_positions": found.query_positions},
+        header=header,
         progress=lambda t, done: progress(t, 0.9 + 0.1 * done),
-    )  # fmt: skip
+    )
 
 
 def parse_layers(text: str, total: int) -> tuple[int, ...]:
@@ -116,9 +137,10 @@ def check_tokens(count: int, shape: Geometry) -> None:
     """Raise `BadSize` for a text of no tokens, or of more than the model has positions for."""
     if not 1 <= count <= shape.max_positions:
         raise BadSize(
-            f"A text of {count} tokens for {shape.name}", f"1 to {shape.max_positions} tokens",
+            f"A text of {count} tokens for {shape.name}",
+            f"1 to {shape.max_positions} tokens",
             "Give a longer text" if count < 1 else "Cut it with max_tokens",
-        )  # fmt: skip
+        )
 
 
 @torch.no_grad()
@@ -165,10 +187,13 @@ def run(
             "The model differs from what the lab knows of it; its rows are not written",
         )
     return Captured(
-        tuple(layers), rows, [None if k is None else k[0].cpu() for k in index],
+        tuple(layers),
+        rows,
+        [None if k is None else k[0].cpu() for k in index],
         [torch.cat([s.absorbed for s in tap.samples[n]]).to(rows[0].dtype).cpu() for n in layers],
-        positions, worst,
-    )  # fmt: skip
+        positions,
+        worst,
+    )
 
 
 def cache_argument(model: torch.nn.Module) -> str:

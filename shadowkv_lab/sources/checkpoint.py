@@ -141,8 +141,9 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
         if others:
             raise UnsupportedQuantisation(
                 f"{directory.name} holds {', '.join(sorted(others))} weights only",
-                "safetensors shards", "Use the model's safetensors release",
-            )  # fmt: skip
+                "safetensors shards",
+                "Use the model's safetensors release",
+            )
         raise BadCheckpoint(f"{directory.name} has no {index.name} and no {single.name}")
     return Shards(directory, shard_of, method), config
 
@@ -210,8 +211,14 @@ def load_model(
     )  # its buffers are no weights
     size = sum(t.nbytes for t in state.values())
     opened = tuple(sorted(shards.opened))
-    log.info("%s: %d of %d layers, %.2f GB, from %s", shape.name, layers, shape.layers, size / 1e9,
-             ", ".join(opened))  # fmt: skip
+    log.info(
+        "%s: %d of %d layers, %.2f GB, from %s",
+        shape.name,
+        layers,
+        shape.layers,
+        size / 1e9,
+        ", ".join(opened),
+    )
     return Loaded(model.eval(), shape, layers, opened, size, shards.digest.hexdigest())
 
 

@@ -30,9 +30,13 @@ def identify(
     """
     packed, row = geometry.row_bytes("packed"), geometry.row
     fits = {
-        (torch.bfloat16, row): "bf16", (torch.float32, row): "f32", (FP8, row): "fp8",
-        (torch.uint8, row): "fp8", (torch.uint8, packed): "packed", (FP8, packed): "packed",
-    }  # fmt: skip
+        (torch.bfloat16, row): "bf16",
+        (torch.float32, row): "f32",
+        (FP8, row): "fp8",
+        (torch.uint8, row): "fp8",
+        (torch.uint8, packed): "packed",
+        (FP8, packed): "packed",
+    }
     found = fits.get((dtype, row_width))
     allowed = f"{row} values (BF16, or FP8 as uint8) or {packed} bytes (packed) for {geometry.name}"
     if found is None:

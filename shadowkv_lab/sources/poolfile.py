@@ -101,8 +101,11 @@ def load(path: Path | str, geometry: Geometry | None = None) -> PoolFile:
             "files that shadowkv capture or sglang_snapshot.convert wrote",
         )
     if meta.get("schema") != SCHEMA:
-        raise BadTensorFile(f"{file.path.name} has schema {meta.get('schema')}", f"schema {SCHEMA}",
-                            "Update the lab, or write the file again")  # fmt: skip
+        raise BadTensorFile(
+            f"{file.path.name} has schema {meta.get('schema')}",
+            f"schema {SCHEMA}",
+            "Update the lab, or write the file again",
+        )
     try:
         shape = Geometry(**json.loads(meta["geometry"]))
         layers = tuple(int(n) for n in json.loads(meta["layers"]))
@@ -159,11 +162,17 @@ def write(
     shapes = {f"rows.{n}": (formats.DTYPES[storage], (tokens, width)) for n in layers}
     shapes |= {name: (t.dtype, tuple(t.shape)) for name, t in extras.items()}
     metadata = {
-        "format": FORMAT, "schema": SCHEMA, "geometry": json.dumps(asdict(geometry)),
-        "storage": storage, "scale": repr(float(scale)), "page_size": str(page_size),
-        "layers": json.dumps(list(layers)), "source": source,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), **(header or {}),
-    }  # fmt: skip
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "geometry": json.dumps(asdict(geometry)),
+        "storage": storage,
+        "scale": repr(float(scale)),
+        "page_size": str(page_size),
+        "layers": json.dumps(list(layers)),
+        "source": source,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **(header or {}),
+    }
 
     def tensors():
         for i, layer in enumerate(layers):
@@ -198,8 +207,10 @@ class Filler:
         if not self.tile and self.repeats(pool.pool_tokens, pool.layers):
             raise BadSize(
                 f"{file.name} has {len(file.layers)} layers x {file.tokens} tokens, the pool "
-                f"{pool.layers} x {pool.pool_tokens}", "pools up to the file's size", "Allow tiling"
-            )  # fmt: skip
+                f"{pool.layers} x {pool.pool_tokens}",
+                "pools up to the file's size",
+                "Allow tiling",
+            )
         for layer in range(pool.layers):
             for start in range(0, total, CHUNK_ROWS):
                 stop = min(start + CHUNK_ROWS, total)

@@ -86,9 +86,11 @@ def load(path: Path | str, geometry: Geometry, storage: str | None = None) -> Sn
         raise BadRows(f"{path.name} holds {dtype} rows", "float8_e4m3fn, bfloat16")
     layers = sorted(int(n.split(".")[1]) for n in shapes if n.startswith("kv_buffer."))
     if not layers or "req_to_token" not in shapes or "lens" not in shapes:
-        raise BadTensorFile(f"{path.name} is no snapshot of a KV pool",
-                            "files with kv_buffer.0, ..., req_to_token and lens",
-                            "Write it with sglang_snapshot.SNIPPET")  # fmt: skip
+        raise BadTensorFile(
+            f"{path.name} is no snapshot of a KV pool",
+            "files with kv_buffer.0, ..., req_to_token and lens",
+            "Write it with sglang_snapshot.SNIPPET",
+        )
     if layers[-1] >= geometry.layers + geometry.mtp_layers:
         raise GeometryMismatch(
             f"{path.name} has a layer {layers[-1]}", f"{geometry.layers} layers of {geometry.name}"
@@ -114,8 +116,16 @@ def load(path: Path | str, geometry: Geometry, storage: str | None = None) -> Sn
     if int(slots.min()) < 0:
         raise BadSlots(f"{path.name}: req_to_token names slot {int(slots.min())}", "0 or more")
     page_size = int(get("page_size")) if "page_size" in shapes else 1
-    return Snapshot(path.name, geometry, kinds.pop(), tuple(layers), tuple(lens), slots, page_size,
-                    lambda layer: get(f"kv_buffer.{layer}"))  # fmt: skip
+    return Snapshot(
+        path.name,
+        geometry,
+        kinds.pop(),
+        tuple(layers),
+        tuple(lens),
+        slots,
+        page_size,
+        lambda layer: get(f"kv_buffer.{layer}"),
+    )
 
 
 def convert(
@@ -128,11 +138,18 @@ def convert(
     """Write a snapshot's live rows, request by request and bit for bit, as a pool file."""
     snapshot = load(path, geometry, storage)
     return poolfile.write(
-        out, geometry, snapshot.storage, snapshot.layers, len(snapshot.slots), snapshot.rows,
+        out,
+        geometry,
+        snapshot.storage,
+        snapshot.layers,
+        len(snapshot.slots),
+        snapshot.rows,
         source=f"SGLang snapshot {snapshot.name}, {len(snapshot.lens)} requests",
-        page_size=snapshot.page_size, extras={"lens": torch.tensor(snapshot.lens)},
-        header={"weights": "as served"}, progress=progress,
-    )  # fmt: skip
+        page_size=snapshot.page_size,
+        extras={"lens": torch.tensor(snapshot.lens)},
+        header={"weights": "as served"},
+        progress=progress,
+    )
 
 
 def _open(path: Path) -> tuple[dict, Callable[[str], torch.Tensor], str]:
@@ -151,8 +168,9 @@ def _open(path: Path) -> tuple[dict, Callable[[str], torch.Tensor], str]:
     except Exception as error:  # pickle, zip and torch each raise their own kinds
         raise BadTensorFile(
             f"{path.name} cannot be read with weights_only=True ({str(error).splitlines()[0]})",
-            "a dictionary of tensors", "Write it with sglang_snapshot.SNIPPET",
-        ) from None  # fmt: skip
+            "a dictionary of tensors",
+            "Write it with sglang_snapshot.SNIPPET",
+        ) from None
     if not isinstance(content, Mapping):
         raise BadTensorFile(
             f"{path.name} holds {type(content).__name__}", "a dictionary of tensors"

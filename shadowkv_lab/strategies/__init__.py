@@ -22,8 +22,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 __all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list", "runnable"]
 
 
-def runnable(geometry: Geometry, heads: int,
-             compute_capability: tuple[int, int]) -> list[Strategy]:  # fmt: skip
+def runnable(geometry: Geometry, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:
     """Every strategy that some kernel serves on such a card."""
     kinds = [kind() for kind in STRATEGIES.values()]
     return [s for s in kinds if not s.barred(geometry, heads, compute_capability)]

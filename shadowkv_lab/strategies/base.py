@@ -57,8 +57,15 @@ class Strategy:
         """Why its one backend cannot read this on such a card, by the rules; empty if it can."""
         if self.backend is None:
             return ""
-        serving = Serving(compute_capability, "fp8_e4m3", heads, 1, geometry.qk_nope_head_dim,
-                          geometry.kv_lora_rank, geometry.qk_rope_head_dim)  # fmt: skip
+        serving = Serving(
+            compute_capability,
+            "fp8_e4m3",
+            heads,
+            1,
+            geometry.qk_nope_head_dim,
+            geometry.kv_lora_rank,
+            geometry.qk_rope_head_dim,
+        )
         return " ".join(map(str, check(self.backend, serving)))
 
     def untried(self, compute_capability: tuple[int, int]) -> bool:

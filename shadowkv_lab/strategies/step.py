@@ -17,8 +17,16 @@ class DecodeStep:
     [layers, B, H, rope], `rows` [layers, B, row], `out` [layers, B, H, rank], all BF16.
     """
 
-    def __init__(self, strategy: Strategy, pool: Pool, batch: Batch, heads: int, *,
-                 backend: str = "auto", seed: int = 0):  # fmt: skip
+    def __init__(
+        self,
+        strategy: Strategy,
+        pool: Pool,
+        batch: Batch,
+        heads: int,
+        *,
+        backend: str = "auto",
+        seed: int = 0,
+    ):
         geometry, device = pool.geometry, pool.device
         self.strategy, self.pool, self.batch = strategy, pool, batch
         self.layer_strategies = [strategy.at(layer) for layer in range(pool.layers)]
@@ -48,8 +56,13 @@ class DecodeStep:
         geometry = self.pool.geometry
         for s, attention in self.attention.items():
             batch = self.batch.compact() if s.compact else self.batch
-            attention.plan(batch, heads, geometry.softmax_scale, rank=geometry.kv_lora_rank,
-                           rope=geometry.qk_rope_head_dim)  # fmt: skip
+            attention.plan(
+                batch,
+                heads,
+                geometry.softmax_scale,
+                rank=geometry.kv_lora_rank,
+                rope=geometry.qk_rope_head_dim,
+            )
 
     @property
     def backend(self) -> str:

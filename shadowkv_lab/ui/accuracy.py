@@ -13,11 +13,20 @@ from shadowkv_lab.ui import style
 
 # A storage has the colour of the strategy that keeps it, or one that no strategy of these has.
 COLOURS = {
-    "bf16": style.colour("bf16_pool"), "fp8": style.colour("full_cast"),
-    "fp8_scaled": "#882255", "packed": "#999933",
-}  # fmt: skip
-OPEN = ("x-thin-open", "square-open", "cross-thin-open", "diamond-open", "circle-open",
-        "triangle-down-open", "hexagon-open")  # fmt: skip
+    "bf16": style.colour("bf16_pool"),
+    "fp8": style.colour("full_cast"),
+    "fp8_scaled": "#882255",
+    "packed": "#999933",
+}
+OPEN = (
+    "x-thin-open",
+    "square-open",
+    "cross-thin-open",
+    "diamond-open",
+    "circle-open",
+    "triangle-down-open",
+    "hexagon-open",
+)
 SYMBOLS = {"bf16": "square", "fp8": "circle", "fp8_scaled": "diamond", "packed": "triangle-up"}
 
 
@@ -27,7 +36,7 @@ def _finish(fig: go.Figure, file: PoolFile) -> go.Figure:
         title_subtitle=dict(text=file.title, font=dict(size=12, color="#666")),
         legend=dict(orientation="h", yref="container", y=0.02, yanchor="bottom", x=0),
         margin=dict(t=80, b=150),
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -41,19 +50,25 @@ def storage_lines(file: PoolFile, errors: Sequence[StorageError]) -> go.Figure:
     one, packed = (_mean(latent, s, lambda e: e.relative_l2) for s in ("fp8", "packed"))
     fig = style.figure(
         f"Unscaled e4m3 puts the latent off by {one:.1%} on average, a scale per 128 values by "
-        f"{packed:.1%}", "layer of the model", "relative L2 error of rows", log_y=True, height=480,
-    )  # fmt: skip
+        f"{packed:.1%}",
+        "layer of the model",
+        "relative L2 error of rows",
+        log_y=True,
+        height=480,
+    )
     for storage in dict.fromkeys(e.storage for e in errors):
         for part, dash in (("latent", "solid"), ("rope", "dot")):
             mine = [e for e in errors if (e.storage, e.part) == (storage, part)]
             values = [e.relative_l2 for e in mine]
             lost = any(values)  # zero has no place on a log axis: the legend says it
             fig.add_scatter(
-                x=[e.layer for e in mine], y=values if lost else [None] * len(mine),
-                mode="lines+markers", line=dict(color=COLOURS[storage], dash=dash),
+                x=[e.layer for e in mine],
+                y=values if lost else [None] * len(mine),
+                mode="lines+markers",
+                line=dict(color=COLOURS[storage], dash=dash),
                 marker=dict(symbol=SYMBOLS[storage], size=8),
                 name=f"{storage}, {part}" + ("" if lost else ": 0, as the rows came"),
-            )  # fmt: skip
+            )
     fig.update_xaxes(tickmode="array", tickvals=list(file.layers))
     fig.update_yaxes(dtick=1, exponentformat="power")
     return _finish(fig, file)
@@ -64,49 +79,67 @@ def channel_map(file: PoolFile, channels: torch.Tensor, storage: str) -> go.Figu
     rank, bad = file.geometry.kv_lora_rank, int((channels > 0.5).sum(1).max())
     fig = style.figure(
         f"{storage}: up to {bad} of {rank} latent channels of a layer lose more than half of "
-        "their norm", f"channel (from {rank} on: rope)", "layer of the model", height=320,
-    )  # fmt: skip
+        "their norm",
+        f"channel (from {rank} on: rope)",
+        "layer of the model",
+        height=320,
+    )
     floor = 1e-3
     powers = [-3, -2, -1, 0]
     fig.add_heatmap(
-        z=channels.clamp(min=floor).log10().tolist(), y=[str(n) for n in file.layers],
-        zmin=-3, zmax=0, colorscale="Viridis",
+        z=channels.clamp(min=floor).log10().tolist(),
+        y=[str(n) for n in file.layers],
+        zmin=-3,
+        zmax=0,
+        colorscale="Viridis",
         hovertemplate="channel %{x}, layer %{y}<extra></extra>",
-        colorbar=dict(title="relative L2", tickvals=powers, thickness=14,
-                      ticktext=["≤ 10⁻³", "10⁻²", "10⁻¹", "1"]),
-    )  # fmt: skip
+        colorbar=dict(
+            title="relative L2",
+            tickvals=powers,
+            thickness=14,
+            ticktext=["≤ 10⁻³", "10⁻²", "10⁻¹", "1"],
+        ),
+    )
     fig.add_vline(x=rank - 0.5, line=dict(color="white", width=2))
     fig.update_xaxes(showgrid=False, tickvals=[*range(0, rank, 128), rank])
     fig.update_yaxes(showgrid=False, type="category")
     return _finish(fig, file).update_layout(margin_b=60)
 
 
-def error_against_bytes(file: PoolFile, storages: Sequence[AttentionError],
-                        strategies: Sequence[AttentionError]) -> go.Figure:  # fmt: skip
+def error_against_bytes(
+    file: PoolFile, storages: Sequence[AttentionError], strategies: Sequence[AttentionError]
+) -> go.Figure:
     """Attention error against bytes kept, mean over layers: storages alone and strategies."""
     packed, fp8 = (_mean(storages, s, lambda e: e.output) for s in ("packed", "fp8"))
     more = file.geometry.row_bytes("packed") - file.geometry.row_bytes("fp8")
     fig = style.figure(
         f"{more} B more a token (packed) take the output error from {fp8:.0%} to {packed:.0%}",
-        "bytes kept per token and layer", "relative L2 error of attention output", log_y=True,
+        "bytes kept per token and layer",
+        "relative L2 error of attention output",
+        log_y=True,
         height=500,
-    )  # fmt: skip
+    )
     for name in dict.fromkeys(e.name for e in storages):
         mine = [e for e in storages if e.name == name]
         off = fmean(e.output for e in mine)
         fig.add_scatter(
-            x=[mine[0].kept_bytes], y=[off or None], mode="markers",
+            x=[mine[0].kept_bytes],
+            y=[off or None],
+            mode="markers",
             marker=dict(color=COLOURS[name], symbol=SYMBOLS[name], size=13),
             name=f"stored {name}, exact attention" + ("" if off else ": 0, as the rows came"),
-        )  # fmt: skip
+        )
     for count, name in enumerate(dict.fromkeys(e.name for e in strategies)):
         mine = [e for e in strategies if e.name == name]
         fig.add_scatter(
-            x=[mine[0].kept_bytes], y=[fmean(e.output for e in mine)], mode="markers",
-            marker=dict(color=style.colour(name), symbol=OPEN[count % len(OPEN)], size=16,
-                        line_width=2),
+            x=[mine[0].kept_bytes],
+            y=[fmean(e.output for e in mine)],
+            mode="markers",
+            marker=dict(
+                color=style.colour(name), symbol=OPEN[count % len(OPEN)], size=16, line_width=2
+            ),
             name=style.title(name),
-        )  # fmt: skip
+        )
     fig.update_yaxes(exponentformat="power", dtick=1)
     fig.update_xaxes(rangemode="tozero")
     return _finish(fig, file).update_layout(margin_b=180)
@@ -119,8 +152,11 @@ def attention_split(file: PoolFile, errors: Sequence[AttentionError]) -> go.Figu
     worst_storage = max(e.storage_output for e in errors)
     fig = style.figure(
         f"What is stored costs up to {worst_storage:.0%}; no kernel adds more than "
-        f"{worst_kernel:.1%}", "relative L2 error of attention output", "", log_x=True,
-    )  # fmt: skip
+        f"{worst_kernel:.1%}",
+        "relative L2 error of attention output",
+        "",
+        log_x=True,
+    )
     parts = (
         ("what it stores", "storage_output", "circle"),
         ("its kernel", "kernel_output", "line-ns-open"),
@@ -128,11 +164,17 @@ def attention_split(file: PoolFile, errors: Sequence[AttentionError]) -> go.Figu
     for part, field, symbol in parts:
         points = [(getattr(e, field), e) for e in errors if getattr(e, field)]
         fig.add_scatter(
-            x=[value for value, _ in points], y=[style.title(e.name) for _, e in points],
-            mode="markers", name=f"{part}, one mark a layer",
-            marker=dict(color=[style.colour(e.name) for _, e in points], symbol=symbol, size=11,
-                        line_width=2),
-        )  # fmt: skip
+            x=[value for value, _ in points],
+            y=[style.title(e.name) for _, e in points],
+            mode="markers",
+            name=f"{part}, one mark a layer",
+            marker=dict(
+                color=[style.colour(e.name) for _, e in points],
+                symbol=symbol,
+                size=11,
+                line_width=2,
+            ),
+        )
     fig.update_yaxes(categoryorder="array", categoryarray=[style.title(n) for n in reversed(names)])
     fig.update_xaxes(dtick=1, exponentformat="power")
     return _finish(fig, file).update_layout(margin=dict(l=190, b=110))
@@ -146,19 +188,25 @@ def model_bars(errors: Sequence[ModelError], geometry: Geometry, data: str) -> g
     fig = style.figure(
         f"{worst.storage} moves predictions most: KL {worst.kl:.3f} nats, same first choice at "
         f"{worst.top1:.0%}",
-        "bytes kept per token and layer", "KL divergence of the next token, nats", log_y=True,
-    )  # fmt: skip
+        "bytes kept per token and layer",
+        "KL divergence of the next token, nats",
+        log_y=True,
+    )
     for name, e in named.items():
         fig.add_scatter(
-            x=[geometry.row_bytes(STORAGES[name].row_bytes)], y=[e.kl or None],
-            mode="markers+text", text=[f"  same top-1: {e.top1:.1%}"], textposition="middle right",
+            x=[geometry.row_bytes(STORAGES[name].row_bytes)],
+            y=[e.kl or None],
+            mode="markers+text",
+            text=[f"  same top-1: {e.top1:.1%}"],
+            textposition="middle right",
             marker=dict(color=COLOURS[name], symbol=SYMBOLS[name], size=13),
             name=f"{name}: perplexity {e.perplexity:.0f} ({e.perplexity_difference:+.1f})",
-        )  # fmt: skip
+        )
     fig.update_layout(
-        title_subtitle=dict(text=data, font=dict(size=12, color="#666")), margin=dict(t=80, b=110),
+        title_subtitle=dict(text=data, font=dict(size=12, color="#666")),
+        margin=dict(t=80, b=110),
         legend=dict(orientation="h", yref="container", y=0.02, yanchor="bottom", x=0),
-    )  # fmt: skip
+    )
     fig.update_yaxes(exponentformat="power", dtick=1)
     fig.update_xaxes(range=[0, 1500])
     return fig

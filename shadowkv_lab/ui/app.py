@@ -57,10 +57,14 @@ class App:
     function whose arguments are the controls: the line below the figures imports and calls it.
     """
 
-    def __init__(self, call: str, controls: dict[str, w.Widget],
-                 build: Callable[[dict, Callable, Callable[[], bool]], View],
-                 slow: Callable[[dict], bool] = lambda settings: False,
-                 columns: int = 2):  # fmt: skip
+    def __init__(
+        self,
+        call: str,
+        controls: dict[str, w.Widget],
+        build: Callable[[dict, Callable, Callable[[], bool]], View],
+        slow: Callable[[dict], bool] = lambda settings: False,
+        columns: int = 2,
+    ):
         self.module, _, self.name = call.rpartition(".")
         self.controls, self.build, self.slow = controls, build, slow
         self.defaults = {name: control.value for name, control in controls.items()}
@@ -76,11 +80,17 @@ class App:
         reset.on_click(lambda _: self.reset())
         save.on_click(lambda _: self.save())
         self.plots = w.GridBox(layout=_columns(columns))
-        self.widget = w.VBox([
-            w.HTML(CSS), w.GridBox([*controls.values()], layout=_columns(2)),
-            w.HBox([reset, save, self.busy, self.status]), self.error, self.note, self.plots,
-            self.code,
-        ])  # fmt: skip
+        self.widget = w.VBox(
+            [
+                w.HTML(CSS),
+                w.GridBox([*controls.values()], layout=_columns(2)),
+                w.HBox([reset, save, self.busy, self.status]),
+                self.error,
+                self.note,
+                self.plots,
+                self.code,
+            ]
+        )
         self.widget.add_class("shadowkv")
         for control in controls.values():
             control.layout.width = CONTROL_WIDTH
@@ -241,8 +251,7 @@ def _to_csv(table: pd.DataFrame, path: Path) -> None:
 
 def _columns(count: int) -> w.Layout:
     return w.Layout(
-        grid_template_columns=f"repeat({count}, {plots.column_width(count)}px)",
-        grid_gap="4px 6px",
+        grid_template_columns=f"repeat({count}, {plots.column_width(count)}px)", grid_gap="4px 6px"
     )
 
 

@@ -45,22 +45,38 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
     provenance = {t.name: t.provenance for t in plan.terms}
     for name, gib in terms.items():
         fig.add_bar(
-            y=names, x=[gib] * len(names), name=name, orientation="h",
-            marker=dict(color=FIXED[name], pattern=dict(
-                shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=12, solidity=0.15)),
+            y=names,
+            x=[gib] * len(names),
+            name=name,
+            orientation="h",
+            marker=dict(
+                color=FIXED[name],
+                pattern=dict(
+                    shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=12, solidity=0.15
+                ),
+            ),
             hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name]}<extra></extra>",
-        )  # fmt: skip
+        )
     colours = [style.colour(c.strategy) for c in shown]
     for values, name, opacity in ((kept, "KV rows", 0.9), (index, "index keys", 0.45)):
         if any(values):
             fig.add_bar(
-                y=names, x=values, name=name, orientation="h", showlegend=False,
-                marker=dict(color=colours, opacity=opacity, pattern=dict(
-                    shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white")),
+                y=names,
+                x=values,
+                name=name,
+                orientation="h",
+                showlegend=False,
+                marker=dict(
+                    color=colours,
+                    opacity=opacity,
+                    pattern=dict(
+                        shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white"
+                    ),
+                ),
                 customdata=[v * GIB / tokens for v in values],
                 hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
                 "<extra>%{y}</extra>",
-            )  # fmt: skip
+            )
             fig.add_trace(style.legend_entry(name, opacity))
     line = (plan.card.memory_gib, f"card, {plan.card.memory_gib:.1f} GiB")
     totals_beside(fig, names, totals, [f"{t:.1f} GiB" for t in totals], [line], 1.15)
@@ -78,15 +94,22 @@ def tokens_that_fit(plan: Budget) -> go.Figure:
     heading += f"{most}; calibrated: GiB / bytes a token</sup>"
     fig = style.figure(heading, "tokens that fit", "")
     fig.add_bar(
-        y=[style.title(c.strategy) for c in shown], x=[c.tokens for c in shown], orientation="h",
-        marker=dict(color=[style.colour(c.strategy) for c in shown], pattern=dict(
-            shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white")),
+        y=[style.title(c.strategy) for c in shown],
+        x=[c.tokens for c in shown],
+        orientation="h",
+        marker=dict(
+            color=[style.colour(c.strategy) for c in shown],
+            pattern=dict(
+                shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white"
+            ),
+        ),
         text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {plan.context:,}" for c in shown],
-        textposition="outside", cliponaxis=False,
+        textposition="outside",
+        cliponaxis=False,
         customdata=[(c.token_bytes, c.index_bytes, c.scratch_gib) for c in shown],
         hovertemplate="%{y}: %{x:,} tokens<br>%{customdata[0]:,} B a token, of them "
         "%{customdata[1]:,} index keys<br>scratch %{customdata[2]:.2f} GiB<extra></extra>",
-    )  # fmt: skip
+    )
     fig.update_xaxes(range=[0, 1.75 * max(c.tokens for c in shown)], tickformat=",~s")
     fig.update_yaxes(automargin=True, autorange="reversed")
     return fig
@@ -99,34 +122,58 @@ def _or(value: float | None, default: float) -> float:
 def table(plan: Budget) -> pd.DataFrame:
     """A plan's strategies, ready to be read."""
     names = {
-        "strategy": "strategy", "token_bytes": "B a token", "index_bytes": "of them index",
-        "tokens": "tokens", "requests": f"requests of {plan.context:,}", "kept_gib": "KV GiB",
-        "scratch_gib": "scratch GiB", "left_gib": "left of reserve GiB", "fits": "fits",
-    }  # fmt: skip
+        "strategy": "strategy",
+        "token_bytes": "B a token",
+        "index_bytes": "of them index",
+        "tokens": "tokens",
+        "requests": f"requests of {plan.context:,}",
+        "kept_gib": "KV GiB",
+        "scratch_gib": "scratch GiB",
+        "left_gib": "left of reserve GiB",
+        "fits": "fits",
+    }
     return plan.table()[[*names]].rename(columns=names).round(2)
 
 
-def budget_view(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_parallel: int = 8,
-                weights_gib: float | None = None, mem_fraction_static: float | None = None,
-                dtype: str = "all", kv_gib: float = 0.0, concurrency: int = 1, context: int = 1024,
-                index: bool = True, mtp: bool = False, engine: str = "sglang",
-                log: str = "") -> View:  # fmt: skip
+def budget_view(
+    model: str = "glm-5",
+    gpu: str = "rtx-pro-6000-server",
+    tensor_parallel: int = 8,
+    weights_gib: float | None = None,
+    mem_fraction_static: float | None = None,
+    dtype: str = "all",
+    kv_gib: float = 0.0,
+    concurrency: int = 1,
+    context: int = 1024,
+    index: bool = True,
+    mtp: bool = False,
+    engine: str = "sglang",
+    log: str = "",
+) -> View:
     """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
     shape = geometry.load(model)
     case, card = published("case"), hardware.card(gpu)
     heads = shape.heads_per_gpu(tensor_parallel)
     kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
-    barred = {n: why for n in kept
-              if (why := parse(n).barred(shape, heads, card.compute_capability))}  # fmt: skip
+    barred = {
+        n: why for n in kept if (why := parse(n).barred(shape, heads, card.compute_capability))
+    }
     as_case = weights_gib is None or weights_gib == case["weights_gib"]
     known = {"weights_gib"} if as_case and shape.name == case["model"] else set()
     if kv_gib == case["pool_gib"] and known and card.name in case["gpu"]:
         known.add("kv_gib")
     options = dict(
-        tensor_parallel=tensor_parallel, weights_gib=weights_gib, engine=engine,
-        mem_fraction_static=mem_fraction_static, kv_gib=kv_gib or None, concurrency=concurrency,
-        context=context, index=index, mtp=mtp, strategies=[n for n in kept if n not in barred],
-    )  # fmt: skip
+        tensor_parallel=tensor_parallel,
+        weights_gib=weights_gib,
+        engine=engine,
+        mem_fraction_static=mem_fraction_static,
+        kv_gib=kv_gib or None,
+        concurrency=concurrency,
+        context=context,
+        index=index,
+        mtp=mtp,
+        strategies=[n for n in kept if n not in barred],
+    )
     read = logs.parse(log) if log.strip() else None
     if read:
         plan = logs.from_log(read, shape, gpu, **options)
@@ -134,8 +181,10 @@ def budget_view(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_p
         plan = budget(shape, gpu, **options, recorded=known)
     note = "<pre>" + plan.formula + "</pre>"
     if as_case and (shape.name != case["model"] or tensor_parallel != case["tensor_parallel"]):
-        note += (f"The weights are the case's {case['weights_gib']} GiB, not {shape.name}'s on "
-                 f"{tensor_parallel} GPUs: type your own. ")  # fmt: skip
+        note += (
+            f"The weights are the case's {case['weights_gib']} GiB, not {shape.name}'s on "
+            f"{tensor_parallel} GPUs: type your own. "
+        )
     note += "".join(f"Left out: {style.title(n)}. {html.escape(why)} " for n, why in barred.items())
     if read:
         note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
@@ -147,11 +196,21 @@ def budget_app(**start) -> w.Widget:
     return make_app(**start).widget
 
 
-def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_parallel: int = 8,
-             weights_gib: float | None = None, mem_fraction_static: float | None = None,
-             dtype: str = "all", kv_gib: float | None = None, concurrency: int = 1,
-             context: int = 1024, index: bool = True, mtp: bool = False, engine: str = "sglang",
-             log: str = "") -> App:  # fmt: skip
+def make_app(
+    model: str = "glm-5",
+    gpu: str = "rtx-pro-6000-server",
+    tensor_parallel: int = 8,
+    weights_gib: float | None = None,
+    mem_fraction_static: float | None = None,
+    dtype: str = "all",
+    kv_gib: float | None = None,
+    concurrency: int = 1,
+    context: int = 1024,
+    index: bool = True,
+    mtp: bool = False,
+    engine: str = "sglang",
+    log: str = "",
+) -> App:
     """The application behind `budget_app`; it starts at the case's log."""
     case = published("case")
     controls = {
@@ -169,10 +228,15 @@ def make_app(model: str = "glm-5", gpu: str = "rtx-pro-6000-server", tensor_para
         "context": slider("context", CONTEXTS, context, "tokens"),
         "index": check("index keys (DSA models)", index),
         "mtp": check("MTP layer's KV", mtp),
-        "log": w.Textarea(value=log, description="start-up log", rows=3, style=LABEL,
-                          placeholder="paste SGLang's or vLLM's start-up log here",
-                          continuous_update=False),
-    }  # fmt: skip
+        "log": w.Textarea(
+            value=log,
+            description="start-up log",
+            rows=3,
+            style=LABEL,
+            placeholder="paste SGLang's or vLLM's start-up log here",
+            continuous_update=False,
+        ),
+    }
     return App(
         "shadowkv_lab.ui.budget.budget_app",
         controls,

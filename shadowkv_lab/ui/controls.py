@@ -32,8 +32,9 @@ def several(label: str, options: Sequence[str], values: Sequence[str]) -> w.Sele
     values = (values,) if isinstance(values, str) else tuple(values)
     for value in values:
         _require(label, value, options)
-    return w.SelectMultiple(options=options, value=values, description=label, style=LABEL,
-                            rows=len(options))  # fmt: skip
+    return w.SelectMultiple(
+        options=options, value=values, description=label, style=LABEL, rows=len(options)
+    )
 
 
 def slider(label: str, values: Sequence[float], value: float, unit: str) -> w.SelectionSlider:
@@ -41,10 +42,10 @@ def slider(label: str, values: Sequence[float], value: float, unit: str) -> w.Se
     whole = all(isinstance(v, int) for v in values)
     if not _is_number(value, whole) or not 0 < value < 1e15:
         raise BadSize(f"{label} of {value!r}", f"{'whole ' if whole else ''}{unit} above 0")
-    options = [(f"{v:,} {unit}" if whole else f"{v:g} {unit}", v)
-               for v in sorted({*values, value})]  # fmt: skip
-    return w.SelectionSlider(options=options, value=value, description=label, style=LABEL,
-                             continuous_update=False)  # fmt: skip
+    options = [(f"{v:,} {unit}" if whole else f"{v:g} {unit}", v) for v in sorted({*values, value})]
+    return w.SelectionSlider(
+        options=options, value=value, description=label, style=LABEL, continuous_update=False
+    )
 
 
 def number(label: str, value: float, step: float = 1, whole: bool = False) -> w.Widget:

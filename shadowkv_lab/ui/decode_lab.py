@@ -83,9 +83,11 @@ def views(runs: pd.DataFrame, around: pd.DataFrame) -> View:
     pools = around[(around.concurrency == cell.concurrency) & (around.context == cell.context)]
     loads = around[(around.pool_tokens == cell.pool_tokens) & (around.context == cell.context)]
     drawn = Figures(
-        lambda: figures.step_by_phase(runs), lambda: figures.against_pool(pools),
-        lambda: figures.against_concurrency(loads), lambda: figures.memory_kept(runs),
-    )  # fmt: skip
+        lambda: figures.step_by_phase(runs),
+        lambda: figures.against_pool(pools),
+        lambda: figures.against_concurrency(loads),
+        lambda: figures.memory_kept(runs),
+    )
     return View(drawn, note=_note(runs), table=runs)
 
 
@@ -95,23 +97,33 @@ def _note(runs: pd.DataFrame) -> str:
         f"<b>{cell.provenance}</b> on {cell['origin.device']}, {cell['origin.date'][:10]}, "
         f"torch {cell['origin.torch']}, attention: {', '.join(sorted(set(runs.backend)))}; pool "
         f"{cell.pool_tokens:,}, {cell.concurrency} x {cell.context:,}; worst relative error "
-        f"against float64 {runs.error.max():.1e}" + (
+        f"against float64 {runs.error.max():.1e}"
+        + (
             f". Noisy: {', '.join(disturbed)}; {records.NOISY}"
-            if (disturbed := records.noisy(runs)) else "")
-    )  # fmt: skip
+            if (disturbed := records.noisy(runs))
+            else ""
+        )
+    )
 
 
-def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: int = 495_616,
-                  concurrency: int = 1, context: int = 1024,
-                  strategies: tuple[str, ...] = tuple(STRATEGIES)) -> View:  # fmt: skip
+def recorded_view(
+    model: str = "glm-5",
+    heads: int | None = None,
+    pool_tokens: int = 495_616,
+    concurrency: int = 1,
+    context: int = 1024,
+    strategies: tuple[str, ...] = tuple(STRATEGIES),
+) -> View:
     """The recorded run nearest to a setting, and its neighbours along each axis."""
     if min(pool_tokens, concurrency, context) < 1:
         raise BadSize(f"A pool of {pool_tokens}, {concurrency} x {context}", "1 or more of each")
     runs = recorded(model, heads or geometry.load(model).heads_per_gpu(8))
     runs = runs[runs.strategy.isin(strategies)]
     if runs.empty:
-        raise BadRecord(f"No recorded run of {', '.join(strategies) or 'no strategy'}",
-                        remedy="Choose at least one strategy that was recorded")  # fmt: skip
+        raise BadRecord(
+            f"No recorded run of {', '.join(strategies) or 'no strategy'}",
+            remedy="Choose at least one strategy that was recorded",
+        )
     cell = nearest(runs, pool_tokens, concurrency, context)
     at_cell = (runs.pool_tokens == cell.pool_tokens) & (runs.concurrency == cell.concurrency)
     view = views(runs[at_cell & (runs.context == cell.context)], runs)
@@ -121,8 +133,14 @@ def recorded_view(model: str = "glm-5", heads: int | None = None, pool_tokens: i
     return dataclasses.replace(view, note=asked + view.note)
 
 
-def measured_view(bench: decode.Bench, pool_tokens: int, concurrency: int, context: int,
-                  strategies: tuple[str, ...], seen: list[records.Run]) -> View:  # fmt: skip
+def measured_view(
+    bench: decode.Bench,
+    pool_tokens: int,
+    concurrency: int,
+    context: int,
+    strategies: tuple[str, ...],
+    seen: list[records.Run],
+) -> View:
     """Measure a setting here; `seen` gathers this session's runs, drawn as the neighbours."""
     if not strategies:
         raise BadSize("No strategy is chosen", "one or more", "Choose some in the list")
@@ -140,10 +158,14 @@ def measured_view(bench: decode.Bench, pool_tokens: int, concurrency: int, conte
     return views(shown, frame[frame.strategy.isin(strategies)])
 
 
-def measure_here(model: str = "glm-5", pool_tokens: int = 495_616, concurrency: int = 1,
-                 context: int = 1024,
-                 strategies: tuple[str, ...] = ("full_cast", "bf16_pool", "shadow", "gather_cast"),
-                 report=lambda text, done: None) -> View:  # fmt: skip
+def measure_here(
+    model: str = "glm-5",
+    pool_tokens: int = 495_616,
+    concurrency: int = 1,
+    context: int = 1024,
+    strategies: tuple[str, ...] = ("full_cast", "bf16_pool", "shadow", "gather_cast"),
+    report=lambda text, done: None,
+) -> View:
     """Measure a setting on this machine; on a CPU at a pool that takes seconds."""
     device, shape = hardware.default_device(), geometry.load(model)
     if device.type == "cpu":
@@ -156,12 +178,20 @@ def measure_here(model: str = "glm-5", pool_tokens: int = 495_616, concurrency: 
 def table(view: View) -> pd.DataFrame:
     """A view's numbers, ready to be read."""
     names = {
-        "strategy": "strategy", "pool_tokens": "pool", "concurrency": "requests",
-        "context": "context", "step_ms": "step ms", "cast_ms": "cast ms",
-        "attention_ms": "attention ms", "write_ms": "write ms", "residual_ms": "residual ms",
+        "strategy": "strategy",
+        "pool_tokens": "pool",
+        "concurrency": "requests",
+        "context": "context",
+        "step_ms": "step ms",
+        "cast_ms": "cast ms",
+        "attention_ms": "attention ms",
+        "write_ms": "write ms",
+        "residual_ms": "residual ms",
         "step_spread_ms": "spread ms",
-        "kept_bytes": "kept GiB", "error": "error", "provenance": "provenance",
-    }  # fmt: skip
+        "kept_bytes": "kept GiB",
+        "error": "error",
+        "provenance": "provenance",
+    }
     shown = view.table[[*names]].sort_values("step_ms")
     shown = shown.assign(
         kept_bytes=shown.kept_bytes / 2**30, error=shown.error.map("{:.1e}".format)
@@ -169,11 +199,17 @@ def table(view: View) -> pd.DataFrame:
     return shown.rename(columns=names).round(3).reset_index(drop=True)
 
 
-def explorer(model: str = "glm-5", pool_tokens: int | None = None, concurrency: int = 1,
-             context: int = 1024, heads: int | None = None,
-             strategies: tuple[str, ...] | None = None,
-             live: bool = False, rows: str = SYNTHETIC,
-             device: str | None = None) -> w.Widget:  # fmt: skip
+def explorer(
+    model: str = "glm-5",
+    pool_tokens: int | None = None,
+    concurrency: int = 1,
+    context: int = 1024,
+    heads: int | None = None,
+    strategies: tuple[str, ...] | None = None,
+    live: bool = False,
+    rows: str = SYNTHETIC,
+    device: str | None = None,
+) -> w.Widget:
     """The decode lab as a widget; every argument is the start value of a control.
 
     `live` re-measures on this machine when a control is released, in one worker; otherwise the
@@ -185,9 +221,17 @@ def explorer(model: str = "glm-5", pool_tokens: int | None = None, concurrency: 
     ).widget
 
 
-def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int,
-             heads: int | None, strategies: tuple[str, ...] | None, live: bool,
-             rows: str = SYNTHETIC, device: str | None = None) -> App:  # fmt: skip
+def make_app(
+    model: str,
+    pool_tokens: int | None,
+    concurrency: int,
+    context: int,
+    heads: int | None,
+    strategies: tuple[str, ...] | None,
+    live: bool,
+    rows: str = SYNTHETIC,
+    device: str | None = None,
+) -> App:
     """The application behind `explorer`."""
     device = hardware.as_device(device)
     seen: list[records.Run] = []
@@ -208,12 +252,14 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
         "context": slider("context", CONTEXTS, context, "tokens"),
         "heads": menu("heads a GPU", sorted({*HEADS, own}), own if heads is None else heads),
         "rows": menu("rows", names, rows),
-        "strategies": several("strategies", [*STRATEGIES],
-                              (runnable if live else STRATEGIES) if strategies is None
-                              else strategies),
+        "strategies": several(
+            "strategies",
+            [*STRATEGIES],
+            (runnable if live else STRATEGIES) if strategies is None else strategies,
+        ),
         "device": menu("device", devices, str(device)),
         "live": check("measure on this device", live),
-    }  # fmt: skip
+    }
 
     @lru_cache(maxsize=128)
     def remembered(stamps: tuple, **asked) -> View:
@@ -226,10 +272,14 @@ def make_app(model: str, pool_tokens: int | None, concurrency: int, context: int
             return remembered(_stamps(), **asked)
         shape = geometry.load(asked.pop("model"))
         bench = decode.Bench(
-            shape, asked.pop("heads"), hardware.as_device(settings["device"]), modes=("graph",),
-            progress=report, cancelled=cancelled,
+            shape,
+            asked.pop("heads"),
+            hardware.as_device(settings["device"]),
+            modes=("graph",),
+            progress=report,
+            cancelled=cancelled,
             **_rows(settings["rows"], shape, settings["pool_tokens"]),
-        )  # fmt: skip
+        )
         fitting = [r for r in seen if (r.model, r.heads) == (shape.name, bench.heads)]
         view = measured_view(bench, **asked, seen=fitting)
         seen[:] = fitting

@@ -8,11 +8,7 @@ from pathlib import Path
 import nbformat
 from jinja2 import pass_context
 from nbconvert import HTMLExporter
-from nbconvert.filters.markdown_mistune import (
-    InvalidNotebook,
-    IPythonRenderer,
-    MarkdownWithMath,
-)
+from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
@@ -23,8 +19,10 @@ from shadowkv_lab.ui.display import PLOTLY
 OUT = Path("out")
 
 # The browser itself refuses whatever a notebook's outputs might ask for.
-POLICY = ("default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; "
-          "style-src 'unsafe-inline'; img-src data: blob:; font-src data:")  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
 
 CSS = """
 body { font: 16px/1.55 Inter, Helvetica, Arial, sans-serif; color: #222; max-width: 960px;
@@ -87,10 +85,12 @@ class _Exporter(HTMLExporter):
     def markdown2html(self, context, source: str) -> str:
         """Markdown with pasted images, and those beside the notebook, inside."""
         renderer = _Renderer(
-            escape=False, embed_images=True, exclude_anchor_links=True,
+            escape=False,
+            embed_images=True,
+            exclude_anchor_links=True,
             attachments=context.get("cell", {}).get("attachments", {}),
             path=context.get("resources", {}).get("metadata", {}).get("path", ""),
-        )  # fmt: skip
+        )
         return MarkdownWithMath(renderer=renderer).render(source)
 
 
@@ -103,9 +103,10 @@ def export(source: str | Path, target: str | Path | None = None) -> Path:
     notebook = notebooks.stripped(notebooks.read(source))
     if not any(cell.get("execution_count") for cell in notebook.cells):
         raise notebooks.BadNotebook(
-            f"{source.name} was not executed", "a notebook with outputs",
+            f"{source.name} was not executed",
+            "a notebook with outputs",
             f"Run it first: shadowkv run-notebook {source}",
-        )  # fmt: skip
+        )
     target = ready(target or OUT / f"{source.stem}.html")
     with replacing(target) as file:
         file.write(page(notebook, source).encode())

@@ -16,13 +16,20 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
     names, marker, traces = [style.title(s) for s in runs.strategy], _marker(runs), []
     for column, phase in PHASES.items():
         opacity = style.PHASE_OPACITY[phase]
-        traces.append(dict(
-            type="bar", y=names, x=runs[column].tolist(), orientation="h", name=phase,
-            showlegend=False, marker=marker | dict(opacity=opacity),
-            customdata=list(zip(_gigabytes(runs, column), runs.provenance, strict=True)),
-            hovertemplate="%{y}: " + phase + " %{x:.3f} ms<br>%{customdata[0]}<br>"
-            "%{customdata[1]}<extra></extra>",
-        ))  # fmt: skip
+        traces.append(
+            dict(
+                type="bar",
+                y=names,
+                x=runs[column].tolist(),
+                orientation="h",
+                name=phase,
+                showlegend=False,
+                marker=marker | dict(opacity=opacity),
+                customdata=list(zip(_gigabytes(runs, column), runs.provenance, strict=True)),
+                hovertemplate="%{y}: " + phase + " %{x:.3f} ms<br>%{customdata[0]}<br>"
+                "%{customdata[1]}<extra></extra>",
+            )
+        )
         traces.append(style.legend_entry(phase, opacity))
     fig.add_traces(traces)
     # Phases are timed one by one, so on a busy machine they may add up to more than the step.
@@ -30,11 +37,18 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
     fig.update_layout(barmode="stack")
     # Set, not updated: plotly goes through an update of annotations one property at a time.
     fig.layout.annotations = [
-        dict(x=end, y=name, xanchor="left", xshift=6, showarrow=False,
-             text=f"{step_ms:,.2f} ms, {provenance}")
-        for name, end, step_ms, provenance in zip(names, ends, runs.step_ms, runs.provenance,
-                                                  strict=True)
-    ]  # fmt: skip
+        dict(
+            x=end,
+            y=name,
+            xanchor="left",
+            xshift=6,
+            showarrow=False,
+            text=f"{step_ms:,.2f} ms, {provenance}",
+        )
+        for name, end, step_ms, provenance in zip(
+            names, ends, runs.step_ms, runs.provenance, strict=True
+        )
+    ]
     fig.update_xaxes(range=[0, 1.5 * ends.max()])
     fig.update_yaxes(automargin=True)
     return fig
@@ -43,9 +57,10 @@ def step_by_phase(runs: pd.DataFrame) -> go.Figure:
 def _marker(runs: pd.DataFrame) -> dict:
     """Bars in the strategies' colours, with the pattern of where their numbers come from."""
     return dict(
-        color=[style.colour(s) for s in runs.strategy], line=dict(color="white", width=1),
+        color=[style.colour(s) for s in runs.strategy],
+        line=dict(color="white", width=1),
         pattern=dict(shape=[style.PATTERNS[p] for p in runs.provenance], size=12, solidity=0.15),
-    )  # fmt: skip
+    )
 
 
 def _ratio_title(runs: pd.DataFrame) -> str:
@@ -116,18 +131,23 @@ def _lines(fig: go.Figure, runs: pd.DataFrame, x: str) -> go.Figure:
     lines: dict[str, list[tuple]] = {strategy: [] for strategy in runs.strategy}
     for strategy, *point in runs[columns].sort_values(x).itertuples(index=False, name=None):
         lines[strategy].append(point)
-    fig.add_traces([
-        dict(
-            type="scatter", mode="lines+markers", name=style.title(strategy),
-            x=[point[0] for point in points], y=[point[1] for point in points],
-            line=dict(color=style.colour(strategy), dash=style.DASHES[points[0][2]]),
-            marker=style.marker(strategy),
-            customdata=[point[2:] for point in points],
-            hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
-            "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",
-        )
-        for strategy, points in lines.items()
-    ])  # fmt: skip
+    fig.add_traces(
+        [
+            dict(
+                type="scatter",
+                mode="lines+markers",
+                name=style.title(strategy),
+                x=[point[0] for point in points],
+                y=[point[1] for point in points],
+                line=dict(color=style.colour(strategy), dash=style.DASHES[points[0][2]]),
+                marker=style.marker(strategy),
+                customdata=[point[2:] for point in points],
+                hovertemplate="%{x:,}: %{y:.3f} ms a step, %{customdata[0]}<br>"
+                "cast %{customdata[1]:.3f}, attention %{customdata[2]:.3f} ms",
+            )
+            for strategy, points in lines.items()
+        ]
+    )
     kinds, ticks = ", ".join(sorted(set(runs.provenance))), sorted(set(runs[x]))
     fig.update_layout(legend_title_text=f"{kinds}: ")
     fig.update_xaxes(tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
@@ -144,11 +164,19 @@ def memory_kept(runs: pd.DataFrame) -> go.Figure:
     fig = style.figure(heading + where, "memory (GiB)", "")
     names, marker, traces = [style.title(s) for s in runs.strategy], _marker(runs), []
     for values, name, opacity in ((gib, "pool", 0.9), (scratch, "scratch and batch", 0.35)):
-        traces.append(dict(
-            type="bar", y=names, x=values.tolist(), orientation="h", name=name, showlegend=False,
-            marker=marker | dict(opacity=opacity), customdata=runs.provenance.tolist(),
-            hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",
-        ))  # fmt: skip
+        traces.append(
+            dict(
+                type="bar",
+                y=names,
+                x=values.tolist(),
+                orientation="h",
+                name=name,
+                showlegend=False,
+                marker=marker | dict(opacity=opacity),
+                customdata=runs.provenance.tolist(),
+                hovertemplate=f"%{{y}}: %{{x:.2f}} GiB {name}, %{{customdata}}<extra></extra>",
+            )
+        )
         traces.append(style.legend_entry(name, opacity))
     fig.add_traces(traces)
     fig.update_layout(barmode="stack")

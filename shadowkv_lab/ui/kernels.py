@@ -14,8 +14,13 @@ from shadowkv_lab.ui import style
 
 OURS = ("cast", "append", "gather_cast", "fused_fp8")
 # A kernel has the colour of the strategy that uses it; the others have one of no strategy.
-FAMILY = {"cast": "vector_cast", "torch copy_": "full_cast", "gather_cast": "gather_cast",
-          "flashinfer bf16": "bf16_pool", "flashinfer native_fp8": "native_fp8"}  # fmt: skip
+FAMILY = {
+    "cast": "vector_cast",
+    "torch copy_": "full_cast",
+    "gather_cast": "gather_cast",
+    "flashinfer bf16": "bf16_pool",
+    "flashinfer native_fp8": "native_fp8",
+}
 OTHER = {"torch.compile": style.OTHERS[0], "torch index_select + to": style.OTHERS[1]}
 
 
@@ -24,24 +29,31 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
     and where they come from. Raises `BadRecord`."""
     paths = [Path(path)] if path else sorted(data.RUNS.glob("*kernels.json"))
     if not paths:
-        raise BadRecord("No kernel benchmark is recorded", "data/runs/*kernels.json",
-                        "Record one on a GPU: shadowkv bench kernels --record FILE")  # fmt: skip
+        raise BadRecord(
+            "No kernel benchmark is recorded",
+            "data/runs/*kernels.json",
+            "Record one on a GPU: shadowkv bench kernels --record FILE",
+        )
     try:
         files = [json.loads(p.read_text()) for p in paths]
     except (OSError, ValueError) as error:
         raise BadRecord(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
     for p, file in zip(paths, files, strict=True):
         if not isinstance(file, dict) or file.get("schema") != SCHEMA:
-            raise BadRecord(f"{p.name} is no kernel benchmark of schema {SCHEMA}",
-                            remedy="Record it again")  # fmt: skip
+            raise BadRecord(
+                f"{p.name} is no kernel benchmark of schema {SCHEMA}", remedy="Record it again"
+            )
     newest = max(files, key=lambda f: f["origin"]["date"])
     return pd.DataFrame(newest["rows"]), newest["origin"]
 
 
 def bandwidth(rows: pd.DataFrame, origin: dict) -> go.Figure:
     """Each kernel's bytes over its time, beside the copy bandwidth of the same run."""
-    moved = rows[rows.kernel.isin(["cast", "torch copy_", "torch.compile", "gather_cast",
-                                   "torch index_select + to"])]  # fmt: skip
+    moved = rows[
+        rows.kernel.isin(
+            ["cast", "torch copy_", "torch.compile", "gather_cast", "torch index_select + to"]
+        )
+    ]
     big = moved[moved["shape"].str.contains("slots")].ms.idxmax()
     shape = moved.loc[big, "shape"]
     at = moved[moved["shape"] == shape].set_index("kernel")
@@ -78,11 +90,14 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
         _bar(fig, kernel, part, part.ms, "%{y:.2f} ms<br>%{customdata[0]:,.0f} GB/s")
     floor = ours[ours.kernel == "fused_fp8"]
     fig.add_scatter(
-        x=floor["shape"], y=floor.bytes / origin["copy_gb_per_s"] / 1e6, mode="markers",
+        x=floor["shape"],
+        y=floor.bytes / origin["copy_gb_per_s"] / 1e6,
+        mode="markers",
         marker=dict(symbol="line-ew-open", size=34, color="#bbbbbb", line_width=4),
-        name="FP8 bytes at copy speed", hovertemplate="floor %{y:.2f} ms<extra></extra>",
+        name="FP8 bytes at copy speed",
+        hovertemplate="floor %{y:.2f} ms<extra></extra>",
         offsetgroup="fused_fp8",
-    )  # fmt: skip
+    )
     return fig.update_layout(barmode="group", scattermode="group")
 
 
@@ -126,18 +141,28 @@ def _bars(rows: pd.DataFrame, heading: str, ceiling: float) -> go.Figure:
     fig = style.figure(heading, "", "bytes moved over time (GB/s)")
     for kernel, part in rows.groupby("kernel", sort=False):
         _bar(fig, kernel, part, part.gb_per_s, "%{y:,.0f} GB/s<br>%{customdata[1]:.3f} ms")
-    fig.add_hline(y=ceiling, line=dict(color="#000", dash="dot"), annotation_text="copy",
-                  annotation_position="top left")  # fmt: skip
+    fig.add_hline(
+        y=ceiling,
+        line=dict(color="#000", dash="dot"),
+        annotation_text="copy",
+        annotation_position="top left",
+    )
     return fig.update_layout(barmode="group")
 
 
 def _bar(fig: go.Figure, kernel: str, part: pd.DataFrame, y: pd.Series, hover: str) -> None:
     fig.add_bar(
-        x=part["shape"], y=y, name=kernel, customdata=part[["gb_per_s", "ms"]], offsetgroup=kernel,
-        marker=dict(color=OTHER.get(kernel) or style.colour(FAMILY.get(kernel, kernel)),
-                    pattern=dict(shape=style.PATTERNS["recorded"], size=6)),
+        x=part["shape"],
+        y=y,
+        name=kernel,
+        customdata=part[["gb_per_s", "ms"]],
+        offsetgroup=kernel,
+        marker=dict(
+            color=OTHER.get(kernel) or style.colour(FAMILY.get(kernel, kernel)),
+            pattern=dict(shape=style.PATTERNS["recorded"], size=6),
+        ),
         hovertemplate=f"{kernel}, %{{x}}: {hover}, recorded<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -170,12 +195,16 @@ def worth_of_a_shadow(runs: pd.DataFrame) -> pd.DataFrame:
     from shadowkv_lab.geometry import load
 
     kept = {name: parse(name).token_bytes(load(model)) for name in ("shadow", "fused_fp8")}
-    return pd.DataFrame({
-        "pool": steps.pool_tokens, "load": steps.concurrency.astype(str) + " x "
-        + steps.context.astype(str), "shadow ms": steps.shadow, "fused FP8 ms": steps.fused_fp8,
-        "shadow / fused": steps.shadow / steps.fused_fp8,
-        "bytes kept, shadow / fused": kept["shadow"] / kept["fused_fp8"],
-    })  # fmt: skip
+    return pd.DataFrame(
+        {
+            "pool": steps.pool_tokens,
+            "load": steps.concurrency.astype(str) + " x " + steps.context.astype(str),
+            "shadow ms": steps.shadow,
+            "fused FP8 ms": steps.fused_fp8,
+            "shadow / fused": steps.shadow / steps.fused_fp8,
+            "bytes kept, shadow / fused": kept["shadow"] / kept["fused_fp8"],
+        }
+    )
 
 
 def verdict(worth: pd.DataFrame) -> str:

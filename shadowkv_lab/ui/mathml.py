@@ -13,9 +13,18 @@ oplus:⊕ propto:∝ ell:ℓ
 """
 SYMBOLS = dict(pair.split(":") for pair in NAMED.split())
 SPACES = {",": "0.17em", ":": "0.22em", ";": "0.28em", " ": "0.25em", "quad": "1em", "qquad": "2em"}
-TEXT = {"text": None, "mathrm": None, "operatorname": None, "textrm": None, "mathsf": "sans-serif",
-        "mathbf": "bold", "textbf": "bold", "texttt": "monospace", "mathtt": "monospace",
-        "mathit": "italic"}  # fmt: skip
+TEXT = {
+    "text": None,
+    "mathrm": None,
+    "operatorname": None,
+    "textrm": None,
+    "mathsf": "sans-serif",
+    "mathbf": "bold",
+    "textbf": "bold",
+    "texttt": "monospace",
+    "mathtt": "monospace",
+    "mathit": "italic",
+}
 TOKEN = re.compile(r"\\([A-Za-z]+|.)|(\d[\d,]*(?:\.\d+)?)|(\s+)|(.)", re.S)
 
 

@@ -34,8 +34,9 @@ def read(path: str | Path) -> nbformat.NotebookNode:
         raise BadNotebook(f"Cannot read {path}: {error}", "an .ipynb file, format 4") from None
 
 
-def execute(source: str | Path, target: str | Path | None = None,
-            parameters: dict | None = None) -> Path:  # fmt: skip
+def execute(
+    source: str | Path, target: str | Path | None = None, parameters: dict | None = None
+) -> Path:
     """Run a notebook from a clean kernel in its own folder and write it back, or to `target`.
 
     `parameters` replace those of the cell tagged `parameters`, as papermill does. With LIVE=1 in
@@ -49,8 +50,9 @@ def execute(source: str | Path, target: str | Path | None = None,
     notebook = prepared(read(source), parameters or {})
     target = ready(target or source)
     folder = str(source.resolve().parent)
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": folder}},
-                            record_timing=False)  # fmt: skip
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": folder}}, record_timing=False
+    )
     try:
         client.execute()
     except Exception as error:
@@ -77,8 +79,10 @@ def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
         try:
             lines = ast.parse(cell.source).body
         except SyntaxError as error:
-            raise BadNotebook(f"The cell tagged {PARAMETERS} cannot be read ({error.msg})",
-                              "plain Python assignments") from None  # fmt: skip
+            raise BadNotebook(
+                f"The cell tagged {PARAMETERS} cannot be read ({error.msg})",
+                "plain Python assignments",
+            ) from None
         for line in lines:
             names = line.targets if isinstance(line, ast.Assign) else []
             names = [line.target] if isinstance(line, ast.AnnAssign) else names
@@ -96,8 +100,9 @@ def _require_kind(name: str, value: object, default: object) -> None:
     if value is None or type(default) not in kinds:
         return
     if not isinstance(value, same) or isinstance(value, bool) != isinstance(default, bool):
-        raise BadSize(f"Parameter {name} = {value!r}",
-                      f"{kinds[type(default)]}, such as {default!r}")  # fmt: skip
+        raise BadSize(
+            f"Parameter {name} = {value!r}", f"{kinds[type(default)]}, such as {default!r}"
+        )
 
 
 def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.NotebookNode:
@@ -117,8 +122,9 @@ def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.Note
         notebook.metadata.setdefault("papermill", {})
         for cell in notebook.cells:
             cell.metadata.setdefault("tags", [])
-        notebook = parameterize_notebook(notebook, values, report_mode=False,
-                                         kernel_name="python3", language="python")  # fmt: skip
+        notebook = parameterize_notebook(
+            notebook, values, report_mode=False, kernel_name="python3", language="python"
+        )
         for cell in notebook.cells if live and not parameters else ():
             if INJECTED in cell.metadata.get("tags", ()):
                 cell.metadata.tags.append(LIVE)
@@ -157,5 +163,8 @@ def pre_save(model: dict, **_) -> None:
     for cell in notebook.get("cells", ()):
         if "outputs" in cell:
             views = [o.get("data", {}).get(WIDGET_VIEW, {}) for o in cell["outputs"]]
-            cell["outputs"] = [o for o, view in zip(cell["outputs"], views, strict=True)
-                               if not view or view.get("model_id") in state]  # fmt: skip
+            cell["outputs"] = [
+                o
+                for o, view in zip(cell["outputs"], views, strict=True)
+                if not view or view.get("model_id") in state
+            ]

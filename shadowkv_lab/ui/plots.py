@@ -33,8 +33,9 @@ class Figures(Sequence):
         return self._makers[index]()
 
 
-def draw(shown: list[go.FigureWidget], drawn: list[dict], figures: Sequence[go.Figure],
-         width: int) -> tuple[list[go.FigureWidget], list[dict]]:  # fmt: skip
+def draw(
+    shown: list[go.FigureWidget], drawn: list[dict], figures: Sequence[go.Figure], width: int
+) -> tuple[list[go.FigureWidget], list[dict]]:
     """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
 
     `drawn` is what they show so far. A widget is changed where its traces are of the same types,
@@ -69,14 +70,23 @@ def fitted(figure: go.Figure, width: int) -> dict:
     rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
     below = legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper"
     layout |= dict(
-        width=width, font=layout.get("font", {}) | dict(size=FONT_SIZE),
+        width=width,
+        font=layout.get("font", {}) | dict(size=FONT_SIZE),
         margin=margin | dict(t=max(margin.get("t", 0), 34 + 19 * rows)),
         # A lower plot leaves less between its axis title and the legend.
         legend=legend | (dict(y=min(legend.get("y", 0), -0.27)) if below else {}),
         # NOTE: plotly anchors the first of several lines by its baseline.
-        title=title | dict(text="<br>".join(lines), font=dict(size=TITLE_SIZE), x=0.01,
-                           y=1 - 20 / height, xref="container", yref="container", yanchor="top"),
-    )  # fmt: skip
+        title=title
+        | dict(
+            text="<br>".join(lines),
+            font=dict(size=TITLE_SIZE),
+            x=0.01,
+            y=1 - 20 / height,
+            xref="container",
+            yref="container",
+            yanchor="top",
+        ),
+    )
     _make_room(spec)
     return spec
 

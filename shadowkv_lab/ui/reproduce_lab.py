@@ -16,11 +16,18 @@ from shadowkv_lab.ui.controls import check, gpus, number, slider
 CARD = "rtx-pro-6000-server"
 
 
-def reproduction_view(gpu: str = CARD, context: int = 1024, concurrency: int = 1,
-                      rest_ms: float = 0.0, rest_grows: bool = True,
-                      before_ms: float | None = None, after_ms: float | None = None,
-                      pool_tokens: int | None = None, layers: int | None = None,
-                      cast_ms: float = 0.0) -> View:  # fmt: skip
+def reproduction_view(
+    gpu: str = CARD,
+    context: int = 1024,
+    concurrency: int = 1,
+    rest_ms: float = 0.0,
+    rest_grows: bool = True,
+    before_ms: float | None = None,
+    after_ms: float | None = None,
+    pool_tokens: int | None = None,
+    layers: int | None = None,
+    cast_ms: float = 0.0,
+) -> View:
     """TPOT by strategy on the case's card, and the hypotheses for two TPOTs.
 
     `rest_ms` at one request replaces the derived one where it is above 0; `rest_grows` adds the
@@ -51,10 +58,18 @@ def reproduction_app(**start) -> w.Widget:
     return make_app(**start).widget
 
 
-def make_app(gpu: str = CARD, context: int = 1024, concurrency: int = 1, rest_ms: float = 0.0,
-             rest_grows: bool = True, before_ms: float | None = None, after_ms: float | None = None,
-             pool_tokens: int | None = None, layers: int | None = None,
-             cast_ms: float = 0.0) -> App:  # fmt: skip
+def make_app(
+    gpu: str = CARD,
+    context: int = 1024,
+    concurrency: int = 1,
+    rest_ms: float = 0.0,
+    rest_grows: bool = True,
+    before_ms: float | None = None,
+    after_ms: float | None = None,
+    pool_tokens: int | None = None,
+    layers: int | None = None,
+    cast_ms: float = 0.0,
+) -> App:
     """The application behind `reproduction_app`; it starts at the case."""
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
     controls = {

@@ -6,14 +6,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.serving.closed_form import (
-    Cell,
-    Contender,
-    by_pair,
-    crossovers,
-    point,
-    winner_map,
-)
+from shadowkv_lab.serving.closed_form import Cell, Contender, by_pair, crossovers, point, winner_map
 from shadowkv_lab.serving.steps import weakest
 from shadowkv_lab.ui import style
 
@@ -49,27 +42,44 @@ def verdict(contenders: Sequence[Contender], concurrency: int, context: int) -> 
         return style.figure(f"Nobody holds one request of {context:,} tokens", "", "")
     best = max(points, key=lambda p: p.tokens_per_s)
     fig = style.figure(
-        heading(f"{style.title(best.name)} gives most: {best.tokens_per_s:,.0f} tokens/s",
-                f"{what}; {source_of(fit)}"), "output tokens/s, all requests", "")  # fmt: skip
+        heading(
+            f"{style.title(best.name)} gives most: {best.tokens_per_s:,.0f} tokens/s",
+            f"{what}; {source_of(fit)}",
+        ),
+        "output tokens/s, all requests",
+        "",
+    )
     for p, c in zip(points, fit, strict=True):
         said = f"{p.running} run, {p.queued} wait, {p.step_ms:.0f} ms a token, {p.provenance}"
         fig.add_bar(
-            y=[style.title(p.name)], x=[p.tokens_per_s], orientation="h", showlegend=False,
-            marker={"color": style.colour(p.name),
-                    "pattern": {"shape": style.PATTERNS[p.provenance], "size": 6}},
+            y=[style.title(p.name)],
+            x=[p.tokens_per_s],
+            orientation="h",
+            showlegend=False,
+            marker={
+                "color": style.colour(p.name),
+                "pattern": {"shape": style.PATTERNS[p.provenance], "size": 6},
+            },
             hovertemplate=f"{legend(c)}: {p.tokens_per_s:,.1f} tokens/s<br>{said}<br>"
-                          f"pool of {c.capacity_tokens:,} tokens<extra></extra>",
-        )  # fmt: skip
-        fig.add_annotation(x=p.tokens_per_s, y=style.title(p.name), xanchor="left", xshift=6,
-                           showarrow=False, text=said)  # fmt: skip
+            f"pool of {c.capacity_tokens:,} tokens<extra></extra>",
+        )
+        fig.add_annotation(
+            x=p.tokens_per_s,
+            y=style.title(p.name),
+            xanchor="left",
+            xshift=6,
+            showarrow=False,
+            text=said,
+        )
     fig.update_xaxes(range=[0, 1.75 * best.tokens_per_s])
     fig.update_yaxes(automargin=True)
     fig.update_layout(height=170 + 50 * len(points))
     return fig
 
 
-def pareto(contenders: Sequence[Contender], context: int,
-           concurrencies: Sequence[int] = CONCURRENCIES) -> go.Figure:  # fmt: skip
+def pareto(
+    contenders: Sequence[Contender], context: int, concurrencies: Sequence[int] = CONCURRENCIES
+) -> go.Figure:
     """Throughput against interactivity: up is more for the server, right is more for a user."""
     fit = [c for c in contenders if c.running(1, context)]
     curves = {c.name: [point(c, n, context) for n in concurrencies] for c in fit}
@@ -77,30 +87,44 @@ def pareto(contenders: Sequence[Contender], context: int,
     if not fit:
         return style.figure(f"Nobody holds one request of {context:,} tokens", "", "")
     best = max(peaks, key=peaks.__getitem__)
-    finding = (f"At {context:,} tokens {style.title(best)} peaks highest: "
-               f"{peaks[best]:,.0f} tokens/s")  # fmt: skip
+    finding = (
+        f"At {context:,} tokens {style.title(best)} peaks highest: {peaks[best]:,.0f} tokens/s"
+    )
     fig = style.figure(
-        heading(finding, f"1 to {concurrencies[-1]} requests; a cross: the pool is full; "
-                + source_of(fit)),
-        "output tokens/s that one running request sees", "output tokens/s of the server",
-        log_x=True, log_y=True,
-    )  # fmt: skip
+        heading(
+            finding,
+            f"1 to {concurrencies[-1]} requests; a cross: the pool is full; " + source_of(fit),
+        ),
+        "output tokens/s that one running request sees",
+        "output tokens/s of the server",
+        log_x=True,
+        log_y=True,
+    )
     for c in fit:
         points = curves[c.name]
         fig.add_scatter(
-            x=[p.tokens_per_s_per_user for p in points], y=[p.tokens_per_s for p in points],
-            name=legend(c), line=line_style(c), mode="lines+markers",
+            x=[p.tokens_per_s_per_user for p in points],
+            y=[p.tokens_per_s for p in points],
+            name=legend(c),
+            line=line_style(c),
+            mode="lines+markers",
             marker={"size": 8, "symbol": ["x" if p.queued else "circle" for p in points]},
-            text=[f"{n} sent, {p.running} run, {p.queued} wait<br>{p.step_ms:.1f} ms a token"
-                  for n, p in zip(concurrencies, points, strict=True)],
+            text=[
+                f"{n} sent, {p.running} run, {p.queued} wait<br>{p.step_ms:.1f} ms a token"
+                for n, p in zip(concurrencies, points, strict=True)
+            ],
             hovertemplate="%{text}<br>%{y:,.0f} tokens/s in all<br>%{x:.1f} tokens/s for each"
-                          f"<extra>{legend(c)}</extra>",
-        )  # fmt: skip
+            f"<extra>{legend(c)}</extra>",
+        )
     return fig
 
 
-def winners(contenders: Sequence[Contender], concurrencies: Sequence[int] = CONCURRENCIES,
-            contexts: Sequence[int] = CONTEXTS, note: str = "") -> go.Figure:  # fmt: skip
+def winners(
+    contenders: Sequence[Contender],
+    concurrencies: Sequence[int] = CONCURRENCIES,
+    contexts: Sequence[int] = CONTEXTS,
+    note: str = "",
+) -> go.Figure:
     """Which strategy gives most tokens/s at each load, and the lines where that changes."""
     rows = winner_map(contenders, concurrencies, contexts)
     cells = [cell for row in rows for cell in row]
@@ -111,29 +135,50 @@ def winners(contenders: Sequence[Contender], concurrencies: Sequence[int] = CONC
     said = "; ".join(filter(None, [note, f"never {never}" if never else "", "pale: a small lead"]))
     fig = style.figure(
         heading(f"Most tokens/s, of these loads: {counted}", f"{said}; {source_of(contenders)}"),
-        "requests sent at once", "context (tokens a request)", log_x=True, log_y=True, height=460,
-    )  # fmt: skip
+        "requests sent at once",
+        "context (tokens a request)",
+        log_x=True,
+        log_y=True,
+        height=460,
+    )
     for name in names:
         mine = [cell for cell in cells if cell.winner == name]
         fig.add_scatter(
-            x=[m.concurrency for m in mine] or [None], y=[m.context for m in mine] or [None],
-            mode="markers", name=style.title(name),
-            marker={"symbol": "square", "size": 22, "color": style.colour(name),
-                    "opacity": [0.35 + 0.65 * min(m.lead, 0.5) / 0.5 for m in mine] or 1},
-            text=[f"{m.tokens_per_s:,.0f} tokens/s, {m.running} run<br>"
-                  + ("only one that holds a request" if np.isinf(m.lead) else
-                     "a tie" if m.lead < 5e-4 else f"{m.lead:.1%} over the next") for m in mine],
+            x=[m.concurrency for m in mine] or [None],
+            y=[m.context for m in mine] or [None],
+            mode="markers",
+            name=style.title(name),
+            marker={
+                "symbol": "square",
+                "size": 22,
+                "color": style.colour(name),
+                "opacity": [0.35 + 0.65 * min(m.lead, 0.5) / 0.5 for m in mine] or 1,
+            },
+            text=[
+                f"{m.tokens_per_s:,.0f} tokens/s, {m.running} run<br>"
+                + (
+                    "only one that holds a request"
+                    if np.isinf(m.lead)
+                    else "a tie"
+                    if m.lead < 5e-4
+                    else f"{m.lead:.1%} over the next"
+                )
+                for m in mine
+            ],
             hovertemplate="%{x} requests of %{y:,} tokens<br>%{text}<extra>"
-                          f"{style.title(name)}</extra>",
-        )  # fmt: skip
+            f"{style.title(name)}</extra>",
+        )
     for (before, after), line in by_pair(crossovers(contenders, contexts, concurrencies)).items():
         fig.add_scatter(
-            x=[p.concurrency for p in line], y=[p.context for p in line],
-            mode="lines+markers", line={"color": "#222", "width": 1.5}, marker={"size": 5},
+            x=[p.concurrency for p in line],
+            y=[p.context for p in line],
+            mode="lines+markers",
+            line={"color": "#222", "width": 1.5},
+            marker={"size": 5},
             name=f"from here {style.title(after)}, below {style.title(before)}",
             hovertemplate=f"from %{{x}} requests of %{{y:,}} tokens on {style.title(after)} beats "
-                          f"{style.title(before)}<extra></extra>",
-        )  # fmt: skip
+            f"{style.title(before)}<extra></extra>",
+        )
     for axis, values in ((fig.layout.xaxis, concurrencies), (fig.layout.yaxis, contexts)):
         axis.update(tickvals=list(values), ticktext=[f"{v:,}" for v in values])
     fig.update_layout(legend={"orientation": "h", "y": -0.2})

@@ -32,22 +32,44 @@ def lengths_of(name: str, prompt_tokens: int, output_tokens: int) -> traffic.Len
     return traffic.long_answers() if name == "long answers" else traffic.published(name)
 
 
-def load_view(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurrency: int = 64,
-              context: int = 8192, strategies: tuple[str, ...] = WANTED) -> View:  # fmt: skip
+def load_view(
+    model: str = "glm-5",
+    gpu: str = CARD,
+    rest: str = "case",
+    concurrency: int = 64,
+    context: int = 8192,
+    strategies: tuple[str, ...] = WANTED,
+) -> View:
     """The closed form: one load, throughput against interactivity, and who wins where."""
     found = _contenders(model, gpu, rest, strategies)
     shape = geometry.load(model)
     contexts = [n for n in figures.CONTEXTS if n <= shape.max_positions]
-    shown = [figures.verdict(found, concurrency, context), figures.pareto(found, context),
-             figures.winners(found, contexts=contexts)]  # fmt: skip
-    rows = [{"strategy": c.name, "capacity": c.capacity_tokens, "running":
-             c.running(concurrency, context), "tokens/s": c.tokens_per_s(concurrency, context),
-             "provenance": c.step.provenance} for c in found]  # fmt: skip
+    shown = [
+        figures.verdict(found, concurrency, context),
+        figures.pareto(found, context),
+        figures.winners(found, contexts=contexts),
+    ]
+    rows = [
+        {
+            "strategy": c.name,
+            "capacity": c.capacity_tokens,
+            "running": c.running(concurrency, context),
+            "tokens/s": c.tokens_per_s(concurrency, context),
+            "provenance": c.step.provenance,
+        }
+        for c in found
+    ]
     return View(shown, _note(rest, gpu, found), pd.DataFrame(rows))
 
 
-def traffic_of(arrivals: str, rate: float, concurrency: int, lengths: traffic.Lengths,
-               requests: int = REQUESTS, seed: int = 0) -> traffic.Traffic:  # fmt: skip
+def traffic_of(
+    arrivals: str,
+    rate: float,
+    concurrency: int,
+    lengths: traffic.Lengths,
+    requests: int = REQUESTS,
+    seed: int = 0,
+) -> traffic.Traffic:
     """Traffic by the names that the controls show."""
     if arrivals not in ARRIVALS:
         raise BadSize(f"Arrivals {arrivals!r}", ", ".join(ARRIVALS))
@@ -56,19 +78,27 @@ def traffic_of(arrivals: str, rate: float, concurrency: int, lengths: traffic.Le
     return traffic.bursts(rate, 1.0 if arrivals == "Poisson" else BURST_CV, requests, lengths, seed)
 
 
-def traffic_view(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
-                 arrivals: str = "closed loop", rate: float = 0.8, concurrency: int = 96,
-                 lengths: str = "long answers", prompt_tokens: int = 1024,
-                 output_tokens: int = 256,
-                 strategies: tuple[str, ...] = WANTED) -> View:  # fmt: skip
+def traffic_view(
+    model: str = "glm-5",
+    gpu: str = CARD,
+    rest: str = "case",
+    arrivals: str = "closed loop",
+    rate: float = 0.8,
+    concurrency: int = 96,
+    lengths: str = "long answers",
+    prompt_tokens: int = 1024,
+    output_tokens: int = 256,
+    strategies: tuple[str, ...] = WANTED,
+) -> View:
     """The simulation: KV use and queue over time, and the cliff or the objectives."""
     found = _contenders(model, gpu, rest, strategies)
     drawn = lengths_of(lengths, prompt_tokens, output_tokens)
     load = traffic_of(arrivals, rate, concurrency, drawn)
     runs = [simulate(engine(c), load) for c in found]
     if not any(run.finished for run in runs):
-        raise CannotBeServed(f"No request fits: {runs[0].refusals()[0]}",
-                             "shorter requests, or a larger pool")  # fmt: skip
+        raise CannotBeServed(
+            f"No request fits: {runs[0].refusals()[0]}", "shorter requests, or a larger pool"
+        )
     shown = [serving_runs.kv_use(runs)]
     if arrivals == "closed loop":
         plain = next((c for c in found if c.name == "bf16_pool"), found[-1])
@@ -94,8 +124,14 @@ def traffics(**start) -> w.Widget:
     return traffics_app(**start).widget
 
 
-def loads_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurrency: int = 64,
-              context: int = 8192, strategies: tuple[str, ...] = WANTED) -> App:  # fmt: skip
+def loads_app(
+    model: str = "glm-5",
+    gpu: str = CARD,
+    rest: str = "case",
+    concurrency: int = 64,
+    context: int = 8192,
+    strategies: tuple[str, ...] = WANTED,
+) -> App:
     """The application behind `loads`."""
     controls = _common(model, gpu, rest, strategies) | {
         "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
@@ -106,11 +142,18 @@ def loads_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case", concurr
     )
 
 
-def traffics_app(model: str = "glm-5", gpu: str = CARD, rest: str = "case",
-                 arrivals: str = "closed loop", rate: float = 0.8, concurrency: int = 96,
-                 lengths: str = "long answers", prompt_tokens: int = 1024,
-                 output_tokens: int = 256,
-                 strategies: tuple[str, ...] = WANTED) -> App:  # fmt: skip
+def traffics_app(
+    model: str = "glm-5",
+    gpu: str = CARD,
+    rest: str = "case",
+    arrivals: str = "closed loop",
+    rate: float = 0.8,
+    concurrency: int = 96,
+    lengths: str = "long answers",
+    prompt_tokens: int = 1024,
+    output_tokens: int = 256,
+    strategies: tuple[str, ...] = WANTED,
+) -> App:
     """The application behind `traffics`."""
     controls = _common(model, gpu, rest, strategies) | {
         "arrivals": menu("arrivals", ARRIVALS, arrivals),
@@ -148,6 +191,8 @@ def _note(rest: str, gpu: str, found) -> str:
     capability = hardware.card(gpu).compute_capability
     anew = any(parse(c.name).untried(capability) for c in found)
     kept = ", ".join(f"{style.title(c.name)} {c.capacity_tokens:,}" for c in found)
-    return (f"<b>{figures.source_of(found)}</b>: the rest at many requests was never measured; it "
-            f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
-            + ("; the fused kernel was never run on this card" if anew else ""))  # fmt: skip
+    return (
+        f"<b>{figures.source_of(found)}</b>: the rest at many requests was never measured; it "
+        f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
+        + ("; the fused kernel was never run on this card" if anew else "")
+    )

@@ -6,8 +6,18 @@ from shadowkv_lab.strategies import STRATEGIES
 
 # Okabe and Ito's colour-blind-safe palette, without its yellow, which is too pale for thin lines,
 # then three of Paul Tol's "muted" set.
-PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
-           "#882255", "#999933", "#332288")  # fmt: skip
+PALETTE = (
+    "#D55E00",
+    "#0072B2",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#882255",
+    "#999933",
+    "#332288",
+)
 OTHERS = (*PALETTE[len(STRATEGIES) :], "#777777", "#bbbbbb")  # for what is no strategy
 
 # Where a number comes from, by word and by fill pattern; never by colour.
@@ -40,23 +50,31 @@ def title(label: str) -> str:
     return f"{plain} ({options}" if options else plain
 
 
-def figure(heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = False,
-           height: int = HEIGHT) -> go.Figure:  # fmt: skip
+def figure(
+    heading: str, x: str, y: str, *, log_x: bool = False, log_y: bool = False, height: int = HEIGHT
+) -> go.Figure:
     """An empty figure in the house style. `heading` states the finding; axes carry units."""
     axis = dict(
         showline=True, linecolor="#888", gridcolor="#e6e6e6", zeroline=False, ticks="outside"
     )
     # One call: plotly checks a layout given at once in a tenth of the time of an update.
-    return go.Figure(layout=dict(
-        title=dict(text=heading, font=dict(size=16), x=0, xref="paper", xanchor="left"),
-        font=dict(family=FONT, size=13, color="#222"),
-        width=WIDTH, height=height, margin=dict(l=70, r=20, t=70, b=90),
-        plot_bgcolor="white", paper_bgcolor="white", hovermode="closest",
-        legend=dict(orientation="h", traceorder="normal", x=0, xanchor="left",
-                    y=-0.2, yanchor="top"),
-        xaxis=dict(title=x, **axis, **(LOG if log_x else {})),
-        yaxis=dict(title=y, **axis, **(LOG if log_y else {})),
-    ))  # fmt: skip
+    return go.Figure(
+        layout=dict(
+            title=dict(text=heading, font=dict(size=16), x=0, xref="paper", xanchor="left"),
+            font=dict(family=FONT, size=13, color="#222"),
+            width=WIDTH,
+            height=height,
+            margin=dict(l=70, r=20, t=70, b=90),
+            plot_bgcolor="white",
+            paper_bgcolor="white",
+            hovermode="closest",
+            legend=dict(
+                orientation="h", traceorder="normal", x=0, xanchor="left", y=-0.2, yanchor="top"
+            ),
+            xaxis=dict(title=x, **axis, **(LOG if log_x else {})),
+            yaxis=dict(title=y, **axis, **(LOG if log_y else {})),
+        )
+    )
 
 
 def legend_entry(name: str, opacity: float) -> dict:
@@ -64,5 +82,6 @@ def legend_entry(name: str, opacity: float) -> dict:
 
     A colour of its own: legends do not show a marker's opacity.
     """
-    return dict(type="bar", x=[None], y=[None], name=name,
-                marker=dict(color=f"rgba(60,60,60,{opacity})"))  # fmt: skip
+    return dict(
+        type="bar", x=[None], y=[None], name=name, marker=dict(color=f"rgba(60,60,60,{opacity})")
+    )

@@ -67,7 +67,10 @@ def lab_without_kernels(browser, tmp_path_factory):
     copy = tmp_path_factory.mktemp("received")
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy(path, copy)
-    with served(copy, "--KernelSpecManager.ensure_native_kernel=False",
-                "--KernelSpecManager.allowed_kernelspecs=none") as running:  # fmt: skip
+    with served(
+        copy,
+        "--KernelSpecManager.ensure_native_kernel=False",
+        "--KernelSpecManager.allowed_kernelspecs=none",
+    ) as running:
         running.root = copy
         yield running

@@ -18,8 +18,15 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parents[2]
-ARGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-        "--disable-background-networking", "--disable-component-update"]  # fmt: skip
+ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 SIZE = {"width": 1280, "height": 1000}
 # No question about news; and every cell is drawn, in sight or not.
 SETTINGS = {
@@ -73,8 +80,9 @@ class Notebook:
             self.errors.append(where)
 
     def _asked(self, request) -> None:
-        if not request.url.startswith((f"http://127.0.0.1:{self._port}", "data:", "blob:",
-                                       f"ws://127.0.0.1:{self._port}")):  # fmt: skip
+        if not request.url.startswith(
+            (f"http://127.0.0.1:{self._port}", "data:", "blob:", f"ws://127.0.0.1:{self._port}")
+        ):
             self.outside.append(request.url[:200])
 
     @property
@@ -91,7 +99,9 @@ class Notebook:
         page.wait_for_selector(".jp-InputPrompt >> text=/\\[\\*\\]/", timeout=1000 * READY_S)
         page.wait_for_function(
             "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')]"
-            ".every(e => /\\[\\d+\\]/.test(e.innerText))", timeout=1000 * CELLS_S)  # fmt: skip
+            ".every(e => /\\[\\d+\\]/.test(e.innerText))",
+            timeout=1000 * CELLS_S,
+        )
 
     def screenshot(self, path: Path, app: "AppOnPage | None" = None) -> None:
         """The whole notebook, or one of its apps: the window is made as high as its content."""
@@ -107,7 +117,8 @@ class Notebook:
         """Figures of outputs, drawn live by plotly.js or shown as pictures that have loaded."""
         return self.page.locator(".jp-OutputArea-output").evaluate_all(
             "es => es.filter(e => !e.querySelector('.shadowkv') && (e.querySelector('.main-svg') "
-            "|| [...e.querySelectorAll('img')].some(i => i.naturalWidth > 0))).length")  # fmt: skip
+            "|| [...e.querySelectorAll('img')].some(i => i.naturalWidth > 0))).length"
+        )
 
     def app(self, number: int = 0) -> "AppOnPage":
         return AppOnPage(self.page, number)
@@ -126,8 +137,11 @@ class AppOnPage:
         return row.locator(".noUi-handle").first
 
     def readout(self, label: str) -> str:
-        return self.root.locator(".widget-inline-hbox", has_text=label).locator(
-            ".widget-readout").first.inner_text()  # fmt: skip
+        return (
+            self.root.locator(".widget-inline-hbox", has_text=label)
+            .locator(".widget-readout")
+            .first.inner_text()
+        )
 
     def code(self) -> str:
         return self.root.locator(".shadowkv-code").inner_text()
@@ -136,12 +150,16 @@ class AppOnPage:
         """Each figure's title as plotly.js has it, line breaks as spaces."""
         return self.root.locator(".js-plotly-plot").evaluate_all(
             "es => es.map(e => e.layout.title.text.replaceAll('<br>', ' ')"
-            ".replaceAll(/<[^>]+>/g, ''))")  # fmt: skip
+            ".replaceAll(/<[^>]+>/g, ''))"
+        )
 
     def bars(self) -> list[str]:
         """The drawn paths of the first figure's bars."""
-        return self.root.locator(".js-plotly-plot").first.locator(".bars path").evaluate_all(
-            "es => es.map(e => e.getAttribute('d'))")  # fmt: skip
+        return (
+            self.root.locator(".js-plotly-plot")
+            .first.locator(".bars path")
+            .evaluate_all("es => es.map(e => e.getAttribute('d'))")
+        )
 
     def wait_for(self, **settings) -> None:
         """Wait until the line to paste names these settings."""
@@ -158,11 +176,21 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
-          Path(scratch, "lab.log").open("w") as log):  # fmt: skip
-        places = {name: f"{scratch}/{name}" for name in (
-            "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTERLAB_SETTINGS_DIR",
-            "JUPYTERLAB_WORKSPACES_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+        Path(scratch, "lab.log").open("w") as log,
+    ):
+        places = {
+            name: f"{scratch}/{name}"
+            for name in (
+                "JUPYTER_CONFIG_DIR",
+                "JUPYTER_DATA_DIR",
+                "JUPYTERLAB_SETTINGS_DIR",
+                "JUPYTERLAB_WORKSPACES_DIR",
+                "JUPYTER_RUNTIME_DIR",
+                "IPYTHONDIR",
+            )
+        }
         places["JUPYTER_CONFIG_PATH"] = configuration(Path(scratch, "make"))
         for name, values in SETTINGS.items():
             file = Path(
@@ -171,13 +199,25 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
             file.parent.mkdir(parents=True)
             file.write_text(json.dumps(values))
         server = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-             f"--port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}",
-             f"--ServerApp.root_dir={root}", "--LabApp.extension_manager=readonly",
-             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-             *options],
-            env=os.environ | places, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "jupyterlab",
+                "--no-browser",
+                "--allow-root",
+                "--ip=127.0.0.1",
+                f"--port={port}",
+                "--ServerApp.port_retries=0",
+                f"--IdentityProvider.token={token}",
+                f"--ServerApp.root_dir={root}",
+                "--LabApp.extension_manager=readonly",
+                "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+                *options,
+            ],
+            env=os.environ | places,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
             _wait_for(f"http://127.0.0.1:{port}/api/status?token={token}", server, Path(log.name))
             yield Lab(port, token)
@@ -188,8 +228,13 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
 
 def configuration(folder: Path) -> str:
     """Jupyter's configuration as `make` writes it beside the interpreter, written to `folder`."""
-    plan = subprocess.run(["make", "-n", "setup", f"VENV={folder}"], cwd=ROOT, check=True,
-                          capture_output=True, text=True).stdout  # fmt: skip
+    plan = subprocess.run(
+        ["make", "-n", "setup", f"VENV={folder}"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     steps = [step for step in plan.splitlines() if step.startswith(("mkdir", "printf"))]
     subprocess.run(["sh", "-ec", "\n".join(steps)], check=True)
     return str(folder / "etc" / "jupyter")

@@ -43,7 +43,8 @@ def test_every_plot_is_drawn_offline(browser, tmp_path, pictures, name):
     page, elsewhere, errors = opened(browser, path)
     drawn = page.locator(".plot").evaluate_all(
         "es => es.map(e => e.querySelectorAll('.main-svg').length > 0 && !!e.querySelector("
-        "'.trace, .hm, .bars, .scatterlayer, .heatmaplayer'))")  # fmt: skip
+        "'.trace, .hm, .bars, .scatterlayer, .heatmaplayer'))"
+    )
     assert len(drawn) == figures and all(drawn)
     page.screenshot(path=pictures / f"{name}_export.png", full_page=True)
     assert elsewhere == [] and errors == []
@@ -63,8 +64,7 @@ def test_plots_are_live(browser, tmp_path):
     page.context.close()
 
 
-DOT = ("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5C"
-       "YII=")  # fmt: skip
+DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 HOSTILE = """<script src="https://example.com/x.js"></script>
 <meta http-equiv="refresh" content="0; url=https://example.com/">
 <img src="https://example.com/x.png"><iframe src="https://example.com/"></iframe>"""

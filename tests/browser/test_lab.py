@@ -73,8 +73,12 @@ def shows(app, view):
 
 def labels(app, number=0):
     """Texts beside the bars of a figure."""
-    return app.root.locator(".js-plotly-plot").nth(number).locator(
-        ".annotation-text").all_text_contents()  # fmt: skip
+    return (
+        app.root.locator(".js-plotly-plot")
+        .nth(number)
+        .locator(".annotation-text")
+        .all_text_contents()
+    )
 
 
 def test_pool_and_concurrency_by_keyboard(decode):

@@ -73,8 +73,9 @@ print(json.dumps(found))
 @pytest.mark.parametrize("arch", LIMITS)
 def test_kernels_compile_and_fit(arch):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    child = subprocess.run([sys.executable, "-c", CHILD, str(arch)], env=env, text=True,
-                           capture_output=True)  # fmt: skip
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(arch)], env=env, text=True, capture_output=True
+    )
     assert child.returncode == 0, child.stderr[-2000:]
     found = json.loads(child.stdout)
     assert len([name for name in found if name.startswith("decode")]) == 15, (

@@ -17,9 +17,15 @@ ARCHES = ("sm_90", "sm_100", "sm_120")
 
 @pytest.mark.parametrize(
     "requests, live, load",
-    [(1, 1024, "short"), (64, 132 * 128, "short"), (1, 131_072, "few"), (4, 131_072, "few"),
-     (5, 131_072, "many"), (64, 131_072, "many")],
-)  # fmt: skip
+    [
+        (1, 1024, "short"),
+        (64, 132 * 128, "short"),
+        (1, 131_072, "few"),
+        (4, 131_072, "few"),
+        (5, 131_072, "many"),
+        (64, 131_072, "many"),
+    ],
+)
 def test_the_kind_of_a_load(requests, live, load):
     assert launch.load_of(requests, live, 132) == load
 

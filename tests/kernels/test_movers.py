@@ -62,8 +62,9 @@ def test_append_to_one_buffer_counts_nan_and_inf(device, kept):
     rows[1, 0], rows[1, 1], rows[2, 575] = float("nan"), float("inf"), float("-inf")
     slots = torch.tensor([0, 2, 4], device=device)
     fp8, bf16, counters = buffers(device)
-    append.append(rows, slots, fp8 if kept == "fp8" else None, bf16 if kept == "bf16" else None,
-                  counters)  # fmt: skip
+    append.append(
+        rows, slots, fp8 if kept == "fp8" else None, bf16 if kept == "bf16" else None, counters
+    )
     assert int(counters[1]) == 3
     written = (fp8 if kept == "fp8" else bf16).float()
     assert torch.equal(written[0], torch.ones(576, device=device))

@@ -44,10 +44,13 @@ def test_runs_and_gives_what_is_committed(executed, name):
     assert not [o for o in outputs(fresh) if o.output_type == "error"]
     assert not [o for o in outputs(fresh) if WIDGET_VIEW in o.get("data", {})]
     kinds = [
-        [[sorted(o.get("data", {o.output_type: 0})) for o in c.outputs]
-         for c in of.cells if c.cell_type == "code"]
+        [
+            [sorted(o.get("data", {o.output_type: 0})) for o in c.outputs]
+            for c in of.cells
+            if c.cell_type == "code"
+        ]
         for of in (fresh, committed)
-    ]  # fmt: skip
+    ]
     assert kinds[0] == kinds[1]
     assert _untimed(fresh) == _untimed(committed), "run make notebooks"
 
@@ -55,9 +58,10 @@ def test_runs_and_gives_what_is_committed(executed, name):
 def _untimed(notebook):
     """Titles of figures that hold nothing measured during the run."""
     return [
-        o.data["text/plain"] for o in outputs(notebook)
+        o.data["text/plain"]
+        for o in outputs(notebook)
         if PLOTLY in o.get("data", {}) and "measured" not in json.dumps(o.data[PLOTLY])
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,8 +76,14 @@ def recorded(strategy, pool_tokens, concurrency=1, context=1024):
     for line in (ROOT / "data" / "runs" / "h200_grid.jsonl").read_text().splitlines():
         run = json.loads(line)
         asked = (strategy, pool_tokens, concurrency, context, "glm-5", "graph")
-        if asked == (run["strategy"], run["pool_tokens"], run["concurrency"], run["context"],
-                     run["model"], run["mode"]):  # fmt: skip
+        if asked == (
+            run["strategy"],
+            run["pool_tokens"],
+            run["concurrency"],
+            run["context"],
+            run["model"],
+            run["mode"],
+        ):
             return run["step_ms"]
     raise LookupError(strategy)
 
@@ -116,8 +126,11 @@ def test_the_serving_notebook_states_its_assumptions(executed):
     watermark = inspect.signature(BlockManager).parameters["watermark"].default
     assert f"{PREFILL_TOKENS_PER_S:,.0f} tokens/s" in text
     assert f"watermark of {100 * watermark:.0f} %" in text
-    check = next(o.data["text/html"] for o in outputs(ran)
-                 if "off by %" in o.get("data", {}).get("text/html", ""))  # fmt: skip
+    check = next(
+        o.data["text/html"]
+        for o in outputs(ran)
+        if "off by %" in o.get("data", {}).get("text/html", "")
+    )
     # The first heading is that of the row numbers, which are no <td> cells.
     columns = re.findall(r"<th>(.*?)</th>", check.partition("</thead>")[0])[1:]
     cells = re.findall(r"<td>(.*?)</td>", check)

@@ -47,11 +47,18 @@ def test_without_a_chromium_json_alone_and_one_warning(shown, monkeypatch):
 
 def test_a_browser_that_is_found_and_does_not_start_is_no_trap():
     """In a process of its own: kaleido keeps its browser's path."""
-    code = ("import plotly.graph_objects as go\nfrom shadowkv_lab.ui import display\n"
-            "display.display = lambda bundle, raw: print(sorted(bundle))\n"
-            "for _ in range(2): display.show(go.Figure())")  # fmt: skip
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                           timeout=90, env=os.environ | {"BROWSER_PATH": "/bin/false"})  # fmt: skip
+    code = (
+        "import plotly.graph_objects as go\nfrom shadowkv_lab.ui import display\n"
+        "display.display = lambda bundle, raw: print(sorted(bundle))\n"
+        "for _ in range(2): display.show(go.Figure())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"BROWSER_PATH": "/bin/false"},
+    )
     assert ended.returncode == 0
     assert ended.stdout == f"{sorted([display.PLOTLY, 'text/plain'])}\n" * 2
     assert ended.stderr.count("no Chromium could be started") == 1
@@ -83,11 +90,16 @@ def test_parameters_are_checked_and_injected():
     assert ready.cells[-1].source.endswith("provenance.footer()")
 
 
-@pytest.mark.parametrize("wrong, words", [
-    ({"live": "false"}, "True or False"), ({"live": 1}, "True or False"),
-    ({"pool_tokens": "32k"}, "a number, such as 1"), ({"pool_tokens": True}, "a number"),
-    ({"gpu": 5}, "text, such as 'h200'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"live": "false"}, "True or False"),
+        ({"live": 1}, "True or False"),
+        ({"pool_tokens": "32k"}, "a number, such as 1"),
+        ({"pool_tokens": True}, "a number"),
+        ({"gpu": 5}, "text, such as 'h200'"),
+    ],
+)
 def test_a_parameter_of_another_kind_is_refused(wrong, words):
     book = notebook("pool_tokens = 1\nlive: bool = False\ngpu = 'h200'\ncomputed = 2 * 3")
     with pytest.raises(BadSize, match=words):
@@ -136,7 +148,9 @@ def test_live_is_for_one_run(monkeypatch):
     assert "live = True" in ready.cells[1].source and len(ready.cells) == 3
     monkeypatch.delenv("LIVE")
     assert [c.source for c in notebooks.prepared(ready, {}).cells] == [
-        "live = False", "provenance.footer()"]  # fmt: skip
+        "live = False",
+        "provenance.footer()",
+    ]
 
 
 def test_a_failing_cell_leaves_the_file_as_it_was(tmp_path):

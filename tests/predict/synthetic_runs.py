@@ -15,10 +15,17 @@ def layer_ms(phase: str, moved_bytes: float, gb_per_s: float = H200_GB_PER_S) ->
     return LAUNCH_MS + moved_bytes / (gb_per_s * SHARE[phase]) / 1e6
 
 
-def runs(strategies="full_cast,bf16_pool,shadow", pools=(65536, 262144, 495616),
-         loads=((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 8192)), *,
-         model="glm-5", heads=8, device="NVIDIA H200", gb_per_s=H200_GB_PER_S,
-         mode="graph") -> pd.DataFrame:  # fmt: skip
+def runs(
+    strategies="full_cast,bf16_pool,shadow",
+    pools=(65536, 262144, 495616),
+    loads=((1, 1024), (1, 8192), (8, 1024), (8, 8192), (32, 1024), (32, 8192)),
+    *,
+    model="glm-5",
+    heads=8,
+    device="NVIDIA H200",
+    gb_per_s=H200_GB_PER_S,
+    mode="graph",
+) -> pd.DataFrame:
     shape, rows = geometry.load(model), []
     for name in strategies.split(","):
         strategy = parse(name)
@@ -27,15 +34,33 @@ def runs(strategies="full_cast,bf16_pool,shadow", pools=(65536, 262144, 495616),
                 if R * n > P:
                     continue
                 moves = strategy.at(0).moves(shape, P, R * n, R)
-                ms = {p: shape.layers * layer_ms(p, b, gb_per_s) if b else 0.0
-                      for p, b in zip(SHARE, moves, strict=True)}  # fmt: skip
-                rows.append({
-                    "strategy": name, "model": model, "layers": shape.layers, "heads": heads,
-                    "pool_tokens": P, "concurrency": R, "context": n, "live_tokens": R * n,
-                    "new_tokens": R, "page_size": 1, "slot_order": "random",
-                    "backend": "flashinfer_fa3", "mode": mode, "step_ms": sum(ms.values()),
-                    "cast_ms": ms["cast"], "attention_ms": ms["attention"],
-                    "write_ms": ms["write"], "error": 2e-3, "origin.device": device,
-                    "origin.date": "2026-01-01", "origin.copy_gb_per_s": gb_per_s,
-                })  # fmt: skip
+                ms = {
+                    p: shape.layers * layer_ms(p, b, gb_per_s) if b else 0.0
+                    for p, b in zip(SHARE, moves, strict=True)
+                }
+                rows.append(
+                    {
+                        "strategy": name,
+                        "model": model,
+                        "layers": shape.layers,
+                        "heads": heads,
+                        "pool_tokens": P,
+                        "concurrency": R,
+                        "context": n,
+                        "live_tokens": R * n,
+                        "new_tokens": R,
+                        "page_size": 1,
+                        "slot_order": "random",
+                        "backend": "flashinfer_fa3",
+                        "mode": mode,
+                        "step_ms": sum(ms.values()),
+                        "cast_ms": ms["cast"],
+                        "attention_ms": ms["attention"],
+                        "write_ms": ms["write"],
+                        "error": 2e-3,
+                        "origin.device": device,
+                        "origin.date": "2026-01-01",
+                        "origin.copy_gb_per_s": gb_per_s,
+                    }
+                )
     return pd.DataFrame(rows)

@@ -16,10 +16,15 @@ def case(**options):
     return budget("glm-5", "rtx-pro-6000-server", kv_gib=25.49, **options)
 
 
-@pytest.mark.parametrize(("strategy", "a_token", "tokens"), [
-    ("full_cast", 55_224, 495_612), ("gather_cast", 55_224, 495_612),
-    ("bf16_pool", 100_152, 273_281), ("shadow", 145_080, 188_652),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "a_token", "tokens"),
+    [
+        ("full_cast", 55_224, 495_612),
+        ("gather_cast", 55_224, 495_612),
+        ("bf16_pool", 100_152, 273_281),
+        ("shadow", 145_080, 188_652),
+    ],
+)
 def test_design_vectors(strategy, a_token, tokens):
     found = case().of(strategy)
     assert (found.token_bytes, found.tokens) == (a_token, tokens)
@@ -83,8 +88,13 @@ def test_partial_shadow_lies_between():
 
 def test_provenance_of_what_was_typed():
     words = {t.name: t.provenance for t in case(recorded=["kv_gib"]).terms}
-    assert words == {"card memory": "recorded", "before weights": "assumed", "weights": "recorded",
-                     "reserve": "calibrated", "not accounted for": "recorded"}  # fmt: skip
+    assert words == {
+        "card memory": "recorded",
+        "before weights": "assumed",
+        "weights": "recorded",
+        "reserve": "calibrated",
+        "not accounted for": "recorded",
+    }
     typed = budget("glm-5", "h200", weights_gib=60.0)
     assert {t.name: t.provenance for t in typed.terms}["weights"] == "assumed"
 
@@ -111,13 +121,26 @@ def test_capacity_is_the_most_that_fits(kv_gib, strategy):
     assert room < (found.tokens + 1) * found.token_bytes * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("wrong", [
-    dict(mem_fraction_static=0.0), dict(mem_fraction_static=1.0), dict(mem_fraction_static=92),
-    dict(mem_fraction_static=math.nan), dict(weights_gib=-1.0), dict(weights_gib=0),
-    dict(kv_gib=math.inf), dict(kv_gib=0), dict(pool_tokens=-5), dict(context=0),
-    dict(context=202_753), dict(concurrency=0), dict(tensor_parallel=7), dict(engine="trt"),
-    dict(graphs_gib=math.nan),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(mem_fraction_static=0.0),
+        dict(mem_fraction_static=1.0),
+        dict(mem_fraction_static=92),
+        dict(mem_fraction_static=math.nan),
+        dict(weights_gib=-1.0),
+        dict(weights_gib=0),
+        dict(kv_gib=math.inf),
+        dict(kv_gib=0),
+        dict(pool_tokens=-5),
+        dict(context=0),
+        dict(context=202_753),
+        dict(concurrency=0),
+        dict(tensor_parallel=7),
+        dict(engine="trt"),
+        dict(graphs_gib=math.nan),
+    ],
+)
 def test_bad_sizes_are_named(wrong):
     with pytest.raises(BadSize):
         budget("glm-5", "rtx-pro-6000-server", **wrong)

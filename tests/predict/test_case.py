@@ -16,13 +16,23 @@ from tests.predict import synthetic_runs as known
 LINES = {line.what: line for line in case.arithmetic()}
 
 
-@pytest.mark.parametrize(("what", "value", "digits"), [
-    ("cast, a layer", 856.5, 1), ("cast, a step", 66.8, 1), ("speed of the cast", 1.034, 3),
-    ("tokens/s before", 10.5, 1), ("tokens/s after", 13.5, 1), ("gain", 29, 0),
-    ("cast's share of the TPOT", 67.6, 1), ("all but the cast", 31.0, 1),
-    ("tokens/s without a cast", 32, 0), ("gone by the patch", 21.5, 1), ("of the cast", 33, 0),
-    ("unexplained", 43.1, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "value", "digits"),
+    [
+        ("cast, a layer", 856.5, 1),
+        ("cast, a step", 66.8, 1),
+        ("speed of the cast", 1.034, 3),
+        ("tokens/s before", 10.5, 1),
+        ("tokens/s after", 13.5, 1),
+        ("gain", 29, 0),
+        ("cast's share of the TPOT", 67.6, 1),
+        ("all but the cast", 31.0, 1),
+        ("tokens/s without a cast", 32, 0),
+        ("gone by the patch", 21.5, 1),
+        ("of the cast", 33, 0),
+        ("unexplained", 43.1, 1),
+    ],
+)
 def test_each_step_of_the_arithmetic(what, value, digits):
     assert round(LINES[what].value, digits) == value
 
@@ -32,10 +42,18 @@ def test_what_was_published_agrees_and_the_69_percent_are_explained():
     assert "93.6 ms" in LINES["cast's share of the TPOT"].note  # 64.6 / 0.69
 
 
-@pytest.mark.parametrize(("value", "printed", "agrees"), [
-    (856.5, 857, True), (856.49, 857, False), (10.46, 10.5, True), (10.44, 10.5, False),
-    (29.01, 29.0, True), (0.69, 0.69, True), (13.449, 13.5, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "printed", "agrees"),
+    [
+        (856.5, 857, True),
+        (856.49, 857, False),
+        (10.46, 10.5, True),
+        (10.44, 10.5, False),
+        (29.01, 29.0, True),
+        (0.69, 0.69, True),
+        (13.449, 13.5, False),
+    ],
+)
 def test_rounding(value, printed, agrees):
     assert case.within_rounding(value, printed) is agrees
 
@@ -115,10 +133,17 @@ def test_same_class_of_machine():
     assert table.step_ms[1] == pytest.approx(1000 / 51.0)
 
 
-@pytest.mark.parametrize("wrong", [
-    dict(before_ms=math.nan), dict(after_ms=-1.0), dict(pool_tokens=0), dict(layers=-3),
-    dict(cast_ms=math.inf), dict(weights_gib=0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(before_ms=math.nan),
+        dict(after_ms=-1.0),
+        dict(pool_tokens=0),
+        dict(layers=-3),
+        dict(cast_ms=math.inf),
+        dict(weights_gib=0.0),
+    ],
+)
 def test_bad_numbers_of_a_server(wrong):
     with pytest.raises(BadSize):
         case.server(**wrong)
@@ -134,8 +159,10 @@ def test_a_tpot_shorter_than_its_cast():
 def test_distinct_experts_by_drawing_them():
     rng = np.random.default_rng(0)
     for running in (1, 4, 32):
-        drawn = [len({e for _ in range(running) for e in rng.choice(256, 8, replace=False)})
-                 for _ in range(400)]  # fmt: skip
+        drawn = [
+            len({e for _ in range(running) for e in rng.choice(256, 8, replace=False)})
+            for _ in range(400)
+        ]
         assert distinct_experts(256, 8, running) == pytest.approx(np.mean(drawn), rel=0.01)
 
 

@@ -16,15 +16,26 @@ LOG = """[2026-01-01 TP0] Load weight end. type=GlmMoeDsaForCausalLM, mem usage=
 
 
 def serving(tpot, **changes):
-    return {"backend": "sglang", "max_concurrency": 1, "random_input_len": 1024,
-            "random_output_len": 512, "request_throughput": 0.02, "mean_tpot_ms": tpot,
-            "median_tpot_ms": tpot, "p99_tpot_ms": tpot, "output_throughput": 1000 / tpot,
-            "server_info": SERVER, **changes}  # fmt: skip
+    return {
+        "backend": "sglang",
+        "max_concurrency": 1,
+        "random_input_len": 1024,
+        "random_output_len": 512,
+        "request_throughput": 0.02,
+        "mean_tpot_ms": tpot,
+        "median_tpot_ms": tpot,
+        "p99_tpot_ms": tpot,
+        "output_throughput": 1000 / tpot,
+        "server_info": SERVER,
+        **changes,
+    }
 
 
 def trace(us, layers=78, steps=2, kernel=COPY, marks=None, **more):
-    events = [{"ph": "X", "cat": "user_annotation", "name": m, "ts": 0, "dur": 9}
-              for m in marks or ["step[DECODE bs=1"] * steps]  # fmt: skip
+    events = [
+        {"ph": "X", "cat": "user_annotation", "name": m, "ts": 0, "dur": 9}
+        for m in marks or ["step[DECODE bs=1"] * steps
+    ]
     for _ in range(steps * layers):
         events.append({"ph": "X", "cat": "kernel", "name": kernel, "ts": 0, "dur": us})
         events.append({"ph": "X", "cat": "kernel", "name": COPY, "ts": 0, "dur": 3})  # a small copy
@@ -86,13 +97,32 @@ def test_without_logs_and_traces_what_is_assumed_is_said(tmp_path):
 
 def test_each_benchmark_s_line():
     """TPOT by hand: ms a token of one request."""
-    server = results.parse_line(json.dumps(dict(
-        run_name="x", batch_size=4, input_len=1024, output_len=64, latency=9.0,
-        output_throughput=40.0, last_gen_throughput=41.0)))  # fmt: skip
+    server = results.parse_line(
+        json.dumps(
+            dict(
+                run_name="x",
+                batch_size=4,
+                input_len=1024,
+                output_len=64,
+                latency=9.0,
+                output_throughput=40.0,
+                last_gen_throughput=41.0,
+            )
+        )
+    )
     assert (server.tpot_ms, server.tokens_per_s, server.load) == (100.0, 40.0, (4, 1024, 64))
-    batch = results.parse_line(json.dumps(dict(
-        run_name="x", batch_size=2, input_len=8, output_len=4, prefill_latency=0.1,
-        median_decode_latency=0.02)))  # fmt: skip
+    batch = results.parse_line(
+        json.dumps(
+            dict(
+                run_name="x",
+                batch_size=2,
+                input_len=8,
+                output_len=4,
+                prefill_latency=0.1,
+                median_decode_latency=0.02,
+            )
+        )
+    )
     assert (batch.tpot_ms, batch.tokens_per_s) == (20.0, 100.0)
     older = serving(50.0)
     for name in ("mean_tpot_ms", "max_concurrency", "server_info", "p99_tpot_ms"):
@@ -102,15 +132,18 @@ def test_each_benchmark_s_line():
     assert read.server == {} and read.p99_ms is None
 
 
-@pytest.mark.parametrize("line, match", [
-    (json.dumps(serving(95.6))[:-20], "cut short"),
-    ("[1]", "list"),
-    ('{"hello": 1}', "no benchmark"),
-    (json.dumps(serving(95.6, mean_tpot_ms=0)), "mean_tpot_ms"),
-    (json.dumps(serving(95.6, output_throughput=float("nan"))), "output_throughput"),
-    ('{"batch_size": 1, "latency": 1, "output_throughput": -1}', "output_throughput"),
-    ('{"prefill_latency": 1}', "median_decode_latency"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, match",
+    [
+        (json.dumps(serving(95.6))[:-20], "cut short"),
+        ("[1]", "list"),
+        ('{"hello": 1}', "no benchmark"),
+        (json.dumps(serving(95.6, mean_tpot_ms=0)), "mean_tpot_ms"),
+        (json.dumps(serving(95.6, output_throughput=float("nan"))), "output_throughput"),
+        ('{"batch_size": 1, "latency": 1, "output_throughput": -1}', "output_throughput"),
+        ('{"prefill_latency": 1}', "median_decode_latency"),
+    ],
+)
 def test_bad_lines_have_one_named_error(line, match, tmp_path):
     file = tmp_path / "r.jsonl"
     file.write_text(json.dumps(serving(95.6)) + "\n" + line)
@@ -137,11 +170,13 @@ def test_bad_traces(tmp_path):
     whole = gzip.compress(json.dumps(trace(800.0)).encode())
     file = tmp_path / "t.json.gz"
     for content, match in (
-        (whole[: len(whole) // 2], "whole"), (b"\x1f\x8bnonsense", "whole"),
-        (json.dumps(trace(800.0)).encode()[:-9], "cut short"), (b'{"hello": 1}', "no trace"),
+        (whole[: len(whole) // 2], "whole"),
+        (b"\x1f\x8bnonsense", "whole"),
+        (json.dumps(trace(800.0)).encode()[:-9], "cut short"),
+        (b'{"hello": 1}', "no trace"),
         (json.dumps({"traceEvents": []}).encode(), "no GPU kernels"),
         (json.dumps(trace(800.0, marks=["step[EXTEND bs=1 toks=9"])).encode(), "EXTEND"),
-    ):  # fmt: skip
+    ):
         file.write_bytes(content)
         with pytest.raises(BadResult, match=match):
             results.read_trace(file)
@@ -169,12 +204,18 @@ def test_gather_s_short_casts_count_and_small_copies_do_not():
     assert of.casts(100.0) == {"widen_kernel": 0.005, COPY: 0.9}
 
 
-@pytest.mark.parametrize("changes, match", [
-    (dict(pool=188608), "pool tokens: 495616 and 188608"),
-    (dict(server_info=SERVER | {"model_path": "/m/DeepSeek-R1"}), "model: GLM-5-NVFP4 and Deep"),
-    (dict(server_info=SERVER | {"tp_size": 4}), "tensor parallel size: 8 and 4"),
-    (dict(max_concurrency=8), "loads"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        (dict(pool=188608), "pool tokens: 495616 and 188608"),
+        (
+            dict(server_info=SERVER | {"model_path": "/m/DeepSeek-R1"}),
+            "model: GLM-5-NVFP4 and Deep",
+        ),
+        (dict(server_info=SERVER | {"tp_size": 4}), "tensor parallel size: 8 and 4"),
+        (dict(max_concurrency=8), "loads"),
+    ],
+)
 def test_what_differs_is_said(case, changes, match):
     with pytest.raises(NotComparable, match=match):
         compare.compare(*case(**changes))

@@ -85,11 +85,16 @@ def test_no_log_at_all(text):
         parse(text)
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    ("KV size: 25.49", "KV size: nan"), ("mem usage=57.06", "mem usage=-3"),
-    ("#tokens: 495616", "#tokens: 12.5"), ("mem_fraction_static=0.92", "mem_fraction_static=92"),
-    ("KV size: 25.49", "KV size: many"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("KV size: 25.49", "KV size: nan"),
+        ("mem usage=57.06", "mem usage=-3"),
+        ("#tokens: 495616", "#tokens: 12.5"),
+        ("mem_fraction_static=0.92", "mem_fraction_static=92"),
+        ("KV size: 25.49", "KV size: many"),
+    ],
+)
 def test_numbers_that_cannot_be(old, new):
     with pytest.raises(BadLog, match="The log's"):
         parse(SGLANG.replace(old, new))

@@ -41,7 +41,10 @@ def test_verdict_table():
     assert table.loc["full_cast"].tpot_ms == pytest.approx(95.6)
     assert table.loc["full_cast"].tokens_per_s == pytest.approx(1000 / 95.6)
     assert list(table.loc[["full_cast", "bf16_pool", "shadow"]].tokens_that_fit) == [
-        495_612, 273_281, 188_652]  # fmt: skip
+        495_612,
+        273_281,
+        188_652,
+    ]
     # 57.06 GiB of weights and 495,616 tokens: only one byte a value fits.
     assert list(table.fits) == [True, True, False, False, True, True]
     assert table.loc["bf16_pool"].gib_for_pool == pytest.approx(495_616 * 100_152 / 2**30)
@@ -124,12 +127,18 @@ def test_the_recorded_profile_is_of_the_case_on_a_gpu():
     assert "copy" not in shadow.table(1).iloc[0].kernel.split("<")[0]
 
 
-@pytest.mark.parametrize(("kernel", "short"), [
-    ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::Tensor"
-     "IteratorBase&)::{lambda()#3}, std::array<char*, 2ul>, 4>(int)",
-     "unrolled_elementwise_kernel<direct_copy_kernel_cuda>"),
-    ("aten::copy_", "aten::copy_"), ("_decode_kernel", "_decode_kernel"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "short"),
+    [
+        (
+            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda("
+            "at::TensorIteratorBase&)::{lambda()#3}, std::array<char*, 2ul>, 4>(int)",
+            "unrolled_elementwise_kernel<direct_copy_kernel_cuda>",
+        ),
+        ("aten::copy_", "aten::copy_"),
+        ("_decode_kernel", "_decode_kernel"),
+    ],
+)
 def test_kernel_names(kernel, short):
     assert profiled.short_name(kernel) == short
 

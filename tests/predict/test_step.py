@@ -34,8 +34,12 @@ def truth(strategy, P, L, R, gb_per_s=known.H200_GB_PER_S, shape=GLM):
     )
 
 
-@given(st.sampled_from(["full_cast", "bf16_pool", "shadow"]), st.integers(65_536, 495_616),
-       st.integers(1, 32), st.integers(1024, 2048))  # fmt: skip
+@given(
+    st.sampled_from(["full_cast", "bf16_pool", "shadow"]),
+    st.integers(65_536, 495_616),
+    st.integers(1, 32),
+    st.integers(1024, 2048),
+)
 @settings(max_examples=60, deadline=None)
 def test_a_known_model_is_recovered_between_its_runs(strategy, P, R, context):
     step = predict(strategy, "glm-5", "h200", P, R, context, fitted=FIT)
@@ -49,8 +53,10 @@ def test_outside_the_runs_is_assumed_and_says_why():
     assert "outside the recorded sizes" in step["cast"].how
     assert step["attention"].provenance == "calibrated"
     assert step.provenance == "assumed"
-    assert predict("shadow", "glm-5", "h200", 495_616, 1, 65_536, fitted=FIT)[
-        "attention"].provenance == "assumed"  # fmt: skip
+    assert (
+        predict("shadow", "glm-5", "h200", 495_616, 1, 65_536, fitted=FIT)["attention"].provenance
+        == "assumed"
+    )
 
 
 def test_other_heads_are_an_analogy():
@@ -80,8 +86,9 @@ def test_a_borrowed_utilisation_scales_with_the_bandwidth():
 def test_a_users_own_runs_turn_the_card_calibrated():
     name = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
     both = pd.concat([known.runs(), known.runs(device=name, gb_per_s=1597)])
-    step = predict("shadow", "glm-5", "rtx-pro-6000-server", 495_616, 8, 2048,
-                   fitted=fitting.fit(both))  # fmt: skip
+    step = predict(
+        "shadow", "glm-5", "rtx-pro-6000-server", 495_616, 8, 2048, fitted=fitting.fit(both)
+    )
     assert step.provenance == "calibrated"
 
 
@@ -181,10 +188,17 @@ def test_runs_of_models_without_a_file_are_left_out():
 def test_kernel_benchmarks_fill_in_what_runs_lack(tmp_path):
     """fa2 is timed by the kernel benchmark only; SM120 has no fa3, so it borrows fa2's."""
     layers, loads = 78, ((1, 1024), (1, 65_536), (32, 8192))
-    rows = [{"kernel": f"flashinfer bf16 {v}", "shape": f"{R} x {n}", "heads": 8,
-             "bytes": layers * R * n * 1152,
-             "ms": layers * slow * known.layer_ms("attention", R * n * 1152)}
-            for v, slow in (("fa2", 2.0), ("fa3", 9.0)) for R, n in loads]  # fmt: skip
+    rows = [
+        {
+            "kernel": f"flashinfer bf16 {v}",
+            "shape": f"{R} x {n}",
+            "heads": 8,
+            "bytes": layers * R * n * 1152,
+            "ms": layers * slow * known.layer_ms("attention", R * n * 1152),
+        }
+        for v, slow in (("fa2", 2.0), ("fa3", 9.0))
+        for R, n in loads
+    ]
     path = tmp_path / "h200_kernels.json"
     path.write_text(json.dumps({"origin": {"device": "NVIDIA H200"}, "rows": rows}))
     fitted = fitting.fit(known.runs(), [path])
@@ -201,7 +215,14 @@ def test_published_point_is_the_file(monkeypatch):
     entry = json.loads(json.dumps(fitting.data.find("published", "", "case"))) | {"cast_ms": 32.3}
     real = fitting.data.find
     monkeypatch.setattr(fitting.data, "find", lambda *a: entry if a[2] == "case" else real(*a))
-    step = predict("full_cast", "glm-5", "rtx-pro-6000-server", 495_616, 1, 1024,
-                   fitted=fitting.fit(known.runs()))  # fmt: skip
+    step = predict(
+        "full_cast",
+        "glm-5",
+        "rtx-pro-6000-server",
+        495_616,
+        1,
+        1024,
+        fitted=fitting.fit(known.runs()),
+    )
     assert step["cast"].ms == pytest.approx(32.3)
     assert parse("full_cast").label == "full_cast"

@@ -6,14 +6,7 @@ from hypothesis import strategies as st
 
 from shadowkv_lab import geometry
 from shadowkv_lab.errors import BadSize, LoadDoesNotFit
-from shadowkv_lab.serving.closed_form import (
-    Contender,
-    by_pair,
-    cell,
-    crossovers,
-    point,
-    winner_map,
-)
+from shadowkv_lab.serving.closed_form import Contender, by_pair, cell, crossovers, point, winner_map
 from shadowkv_lab.serving.steps import FS_PER_MS, PiecewiseLinear, Step, weakest
 
 GLM5 = geometry.load("glm-5")
@@ -47,16 +40,21 @@ def test_a_slow_step_with_room_beats_a_fast_one_without():
     assert found[0].concurrency == 35  # 33 / 34.3 < R / (32 + R / 10) from R = 34.7 on
 
 
-@given(st.lists(st.tuples(st.integers(100, 5000), st.integers(1, 90)), min_size=2, max_size=4),
-       st.integers(10, 300))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(100, 5000), st.integers(1, 90)), min_size=2, max_size=4),
+    st.integers(10, 300),
+)
 @settings(max_examples=50, deadline=None)
 def test_crossovers_are_where_a_scan_finds_them(sizes, context):
     contenders = [contender(str(i), c, rest) for i, (c, rest) in enumerate(sizes)]
     every = list(range(1, 65))
     found = [(c.concurrency, c.before, c.after) for c in crossovers(contenders, [context], every)]
     winners = [cell(contenders, c, context).winner for c in every]
-    scan = [(c, a, b) for c, a, b in zip(every[1:], winners, winners[1:], strict=False)
-            if a != b and None not in (a, b)]  # fmt: skip
+    scan = [
+        (c, a, b)
+        for c, a, b in zip(every[1:], winners, winners[1:], strict=False)
+        if a != b and None not in (a, b)
+    ]
     assert found == scan
 
 

@@ -120,8 +120,13 @@ def test_where_requests_are_refused_the_cliff_and_the_traffic_say_so():
     claimed = re.search(r"From ([\d,]+) tokens", cliff.layout.title.text)
     assert claimed is None or int(claimed[1].replace(",", "")) >= 65_792
     with pytest.raises(errors.CannotBeServed, match="No request fits"):
-        serving_lab.traffic_view(gpu="h100", lengths="fixed", prompt_tokens=65_536,
-                                 output_tokens=65_536, strategies=("shadow",))  # fmt: skip
+        serving_lab.traffic_view(
+            gpu="h100",
+            lengths="fixed",
+            prompt_tokens=65_536,
+            output_tokens=65_536,
+            strategies=("shadow",),
+        )
 
 
 def test_gaps_of_many_hours_do_not_overflow():

@@ -42,12 +42,15 @@ def engines(draw):
     page = draw(st.sampled_from([1, 1, 4, 16]))
     step = draw(st.sampled_from([STEP, BENT, ROUND]))
     return Engine(
-        draw(st.one_of(st.integers(page, 99), st.integers(70, 160))), step, "test",
+        draw(st.one_of(st.integers(page, 99), st.integers(70, 160))),
+        step,
+        "test",
         prefill_tokens_per_s=draw(st.sampled_from([300.0, 1000.0, 4000.0])),
-        chunk_tokens=draw(st.sampled_from([5, 32, 2048])), page_tokens=page,
+        chunk_tokens=draw(st.sampled_from([5, 32, 2048])),
+        page_tokens=page,
         max_running=draw(st.sampled_from([1, 3, 256])),
         watermark=draw(st.sampled_from([0.0, 0.01, 0.2])),
-    )  # fmt: skip
+    )
 
 
 def everything(results):
@@ -72,10 +75,16 @@ def test_agrees_with_a_slow_engine_in_every_token(load, engine):
         lines = PiecewiseLinear(lines, [0, engine.capacity_tokens])
     rows = [(round(at * FS_PER_S), p, g) for at, p, g in load.rows()]
     times, gaps, redone, refused = serve(
-        rows, load.concurrency, engine.capacity_tokens, lambda r, n: lines.line(r, n).fs(n),
-        round(FS_PER_S / engine.prefill_tokens_per_s), engine.chunk_tokens, engine.page_tokens,
-        engine.max_running, engine.watermark,
-    )  # fmt: skip
+        rows,
+        load.concurrency,
+        engine.capacity_tokens,
+        lambda r, n: lines.line(r, n).fs(n),
+        round(FS_PER_S / engine.prefill_tokens_per_s),
+        engine.chunk_tokens,
+        engine.page_tokens,
+        engine.max_running,
+        engine.watermark,
+    )
     ours = [(r.id, r.arrival, r.admitted, r.first, r.end, r.preemptions) for r in ran.finished]
     assert ours == times
     assert [r.id for r in ran.refused] == refused

@@ -11,10 +11,15 @@ from shadowkv_lab.errors import ShadowStale
 SIZE = 128
 slots = st.lists(st.integers(0, SIZE), min_size=1, max_size=9)  # slot 0 and repeats included
 writes = st.lists(
-    st.tuples(st.sampled_from(["row", "parts", "override", "move", "reload", "info"]), slots,
-              st.integers(0, 2), st.sampled_from([0.3, 90.0, 4000.0])),
-    min_size=1, max_size=12,
-)  # fmt: skip
+    st.tuples(
+        st.sampled_from(["row", "parts", "override", "move", "reload", "info"]),
+        slots,
+        st.integers(0, 2),
+        st.sampled_from([0.3, 90.0, 4000.0]),
+    ),
+    min_size=1,
+    max_size=12,
+)
 
 
 def apply(to_pool, kind, at, which, size, seed):
@@ -41,8 +46,9 @@ def apply(to_pool, kind, at, which, size, seed):
         to_pool.load_cpu_copy(to_pool.get_cpu_copy(target.flip(0)), target)
 
 
-@pytest.mark.parametrize("kind, start", [("MLATokenToKVPool", 0), ("MLATokenToKVPool", 5),
-                                         ("DSATokenToKVPool", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, start", [("MLATokenToKVPool", 0), ("MLATokenToKVPool", 5), ("DSATokenToKVPool", 0)]
+)
 def test_mirror_is_the_pool_after_any_writes(chosen, kind, start):
     chosen("shadow")
 

@@ -25,8 +25,9 @@ def load(**environment):
     path = str(Path(__file__).parent)
     command = [sys.executable, "-c", CODE]
     environment = {**os.environ, "PYTHONPATH": path, **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=path, env=environment,
-                          check=False)  # fmt: skip
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=path, env=environment, check=False
+    )
 
 
 def test_sglangs_registry_reports_every_hook_as_applied(sglang):
@@ -38,9 +39,9 @@ def test_sglangs_registry_reports_every_hook_as_applied(sglang):
     assert len(applied) == 10 and all(applied.values())
 
 
-@pytest.mark.parametrize("strategy, count", [
-    ("full_cast", 1), ("vector_cast", 4), ("gather_cast", 5), ("fused_fp8", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, count", [("full_cast", 1), ("vector_cast", 4), ("gather_cast", 5), ("fused_fp8", 5)]
+)
 def test_every_strategys_targets_are_in_sglang(sglang, strategy, count):
     from shadowkv_lab.sglang import Settings, hooks
 

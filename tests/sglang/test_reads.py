@@ -24,8 +24,15 @@ def world(kind="MLATokenToKVPool", size=128):
 
 def step(made, q, number=1, **more):
     """One decode of a layer through the hooked method of the real class."""
-    return made.forward_decode(q[..., :512].reshape(3, -1), None, None, layer(number), BATCH,
-                               q_rope=q[..., 512:].reshape(3, -1), **more)  # fmt: skip
+    return made.forward_decode(
+        q[..., :512].reshape(3, -1),
+        None,
+        None,
+        layer(number),
+        BATCH,
+        q_rope=q[..., 512:].reshape(3, -1),
+        **more,
+    )
 
 
 def replay(made, wrapper, slots):
@@ -43,10 +50,17 @@ def replay(made, wrapper, slots):
     made.indices_updater_decode.kv_indptr = torch.zeros(4, dtype=torch.int32)
     made.indices_updater_decode.q_indptr = torch.arange(4, dtype=torch.int32)
     made.indices_updater_decode.update(
-        lens, sum(LENS), decode_wrapper=wrapper, init_metadata_replay=True, plan=None,
-        req_pool_indices=None, qo_indptr_cpu=torch.arange(4), kv_indptr_cpu=indptr,
-        kv_indices=buffer, kv_len_arr_cpu=lens,
-    )  # fmt: skip
+        lens,
+        sum(LENS),
+        decode_wrapper=wrapper,
+        init_metadata_replay=True,
+        plan=None,
+        req_pool_indices=None,
+        qo_indptr_cpu=torch.arange(4),
+        kv_indptr_cpu=indptr,
+        kv_indices=buffer,
+        kv_len_arr_cpu=lens,
+    )
 
 
 @pytest.fixture
@@ -85,12 +99,18 @@ def test_a_decode_step_writes_first_and_mirrors_what_it_wrote(chosen, case):
     made = attached(real, wrapper)
     replay(made, wrapper, slots)
     new = torch.randn(3, 1, 576).bfloat16()
-    batch = SimpleNamespace(out_cache_loc=slots[:3], out_cache_loc_is_physical=True,
-                            forward_mode=BATCH.forward_mode)  # fmt: skip
+    batch = SimpleNamespace(
+        out_cache_loc=slots[:3], out_cache_loc_is_physical=True, forward_mode=BATCH.forward_mode
+    )
     made.forward_decode(
-        q[..., :512].reshape(3, -1), new[..., :512], new[..., :512], layer(1), batch,
-        q_rope=q[..., 512:].reshape(3, -1), k_rope=new[..., 512:],
-    )  # fmt: skip
+        q[..., :512].reshape(3, -1),
+        new[..., :512],
+        new[..., :512],
+        layer(1),
+        batch,
+        q_rope=q[..., 512:].reshape(3, -1),
+        k_rope=new[..., 512:],
+    )
     stored = real.kv_buffer[1][slots[:3]].view(torch.float8_e4m3fn)
     assert torch.equal(stored.float(), new.to(torch.float8_e4m3fn).float())
     assert exact(real, real._shadowkv.mirror)

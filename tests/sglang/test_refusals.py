@@ -16,10 +16,16 @@ from shadowkv_lab.sglang import Settings, check_release, parse_layers, refusals,
 
 GOOD = {"attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3"}
 BAD = {
-    "kv_cache_dtype": "bfloat16", "dtype": "half", "pp_size": 2, "dcp_size": 2, "attn_cp_size": 2,
-    "attn_dp_size": 2, "speculative_algorithm": "EAGLE", "radix_cache_backend": "mine",
+    "kv_cache_dtype": "bfloat16",
+    "dtype": "half",
+    "pp_size": 2,
+    "dcp_size": 2,
+    "attn_cp_size": 2,
+    "attn_dp_size": 2,
+    "speculative_algorithm": "EAGLE",
+    "radix_cache_backend": "mine",
     "disaggregation_mode": "decode",
-}  # fmt: skip
+}
 
 
 def test_environment():
@@ -71,8 +77,9 @@ def test_other_attention_backend_is_refused():
     fa3 = {"attention_backend": "flashinfer", "decode_attention_backend": "fa3"}
     for backends in ({}, {"attention_backend": "triton"}, fa3):
         with pytest.raises(UnsupportedServer, match="--attention-backend flashinfer"):
-            refusals.check_arguments({**GOOD, "attention_backend": None, **backends},
-                                     Settings("shadow"))  # fmt: skip
+            refusals.check_arguments(
+                {**GOOD, "attention_backend": None, **backends}, Settings("shadow")
+            )
 
 
 def test_pools(sglang, chosen):
@@ -133,8 +140,11 @@ def test_missing_and_unapplied_hooks_are_named(sglang, chosen, monkeypatch):
 
     from shadowkv_lab.sglang import hooks
 
-    for path in (f"{hooks.POOL}.gone", "sglang.srt.mem_cache.gone.Pool.write",
-                 "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.set_kv_buffer"):  # fmt: skip
+    for path in (
+        f"{hooks.POOL}.gone",
+        "sglang.srt.mem_cache.gone.Pool.write",
+        "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool.set_kv_buffer",
+    ):
         with pytest.raises(HookMissing, match=path.rsplit(".", 1)[1]):
             hooks.resolve(path)  # the last one is inherited: a hook there would miss its base
     chosen("shadow")

@@ -35,8 +35,9 @@ def test_kernel_equals_the_torch_specification(device, gather, kind, count):
     target = torch.full((40, D), 7.0, dtype=torch.bfloat16, device=device)
     launch(device, pool, slots, target, total, gather=gather)
     expected = torch.full((40, D), 7.0, dtype=torch.bfloat16)
-    rows.widen(pool.cpu(), slots.cpu(), expected, None if total is None else total.cpu(),
-               gather=gather)  # fmt: skip
+    rows.widen(
+        pool.cpu(), slots.cpu(), expected, None if total is None else total.cpu(), gather=gather
+    )
     assert torch.equal(target.cpu().view(torch.int16), expected.view(torch.int16))
 
 

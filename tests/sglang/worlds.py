@@ -11,19 +11,33 @@ def pool(kind="MLATokenToKVPool", size=128, layers=3, start=0, dtype=FP8, width=
     """A real pool of SGLang's; DSA pools have pages of 64."""
     from sglang.srt.mem_cache import memory_pool
 
-    common = dict(dtype=dtype, kv_lora_rank=512, qk_rope_head_dim=64, layer_num=layers,
-                  device="cpu", enable_memory_saver=False, start_layer=start,
-                  end_layer=start + layers - 1)  # fmt: skip
+    common = dict(
+        dtype=dtype,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=start,
+        end_layer=start + layers - 1,
+    )
     if kind == "DSATokenToKVPool":
-        return memory_pool.DSATokenToKVPool(size, 64, index_head_dim=128, kv_cache_dim=width,
-                                            **common)  # fmt: skip
+        return memory_pool.DSATokenToKVPool(
+            size, 64, index_head_dim=128, kv_cache_dim=width, **common
+        )
     return memory_pool.MLATokenToKVPool(size, 1, **common)
 
 
 def layer(number, heads=8):
     """What the pool and the backend ask of a RadixAttention."""
-    return SimpleNamespace(layer_id=number, tp_q_head_num=heads, v_head_dim=512, head_dim=576,
-                           scaling=0.0625, logit_cap=0.0)  # fmt: skip
+    return SimpleNamespace(
+        layer_id=number,
+        tp_q_head_num=heads,
+        v_head_dim=512,
+        head_dim=576,
+        scaling=0.0625,
+        logit_cap=0.0,
+    )
 
 
 class Wrapper:
@@ -62,8 +76,14 @@ def backend(of_pool, wrapper=None, heads=8):
 
 def runner(of_pool, **changes):
     """What `attach` asks of a ModelRunner."""
-    return SimpleNamespace(**{"token_to_kv_pool": of_pool, "dtype": torch.bfloat16,
-                              "is_draft_worker": False, **changes})  # fmt: skip
+    return SimpleNamespace(
+        **{
+            "token_to_kv_pool": of_pool,
+            "dtype": torch.bfloat16,
+            "is_draft_worker": False,
+            **changes,
+        }
+    )
 
 
 def attached(of_pool, wrapper=None, heads=8):
@@ -78,8 +98,13 @@ def attached(of_pool, wrapper=None, heads=8):
 def exact(of_pool, copy_of):
     """Whether every mirrored layer is bf16(pool), bit for bit."""
     return all(
-        torch.equal(copy.view(torch.int16),
-                    of_pool.kv_buffer[n - of_pool.start_layer].flatten(1).view(FP8)
-                    .to(torch.bfloat16).view(torch.int16))
+        torch.equal(
+            copy.view(torch.int16),
+            of_pool.kv_buffer[n - of_pool.start_layer]
+            .flatten(1)
+            .view(FP8)
+            .to(torch.bfloat16)
+            .view(torch.int16),
+        )
         for n, copy in copy_of.items()
-    )  # fmt: skip
+    )

@@ -14,22 +14,48 @@ pytest.importorskip("transformers")
 
 TEXT = "Whoever moves the whole store for a few lines will wait. " * 3
 TINY = dict(
-    vocab_size=300, hidden_size=96, intermediate_size=128, moe_intermediate_size=64,
-    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4,
-    num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=2,
-    q_lora_rank=48, kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=32,
-    max_position_embeddings=4096, bos_token_id=0, eos_token_id=None,
-)  # fmt: skip
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=1.0, mscale_all_dim=1.0,
-            beta_fast=32, beta_slow=1, original_max_position_embeddings=1024)  # fmt: skip
+    vocab_size=300,
+    hidden_size=96,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=2,
+    q_lora_rank=48,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=24,
+    v_head_dim=32,
+    max_position_embeddings=4096,
+    bos_token_id=0,
+    eos_token_id=None,
+)
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=40.0,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    beta_fast=32,
+    beta_slow=1,
+    original_max_position_embeddings=1024,
+)
 DSA = dict(index_topk=2048, index_head_dim=32, index_n_heads=2)
 MODELS = {
-    "glm": ("GlmMoeDsa", DSA), "glm_sparse": ("GlmMoeDsa", {**DSA, "index_topk": 8}),
+    "glm": ("GlmMoeDsa", DSA),
+    "glm_sparse": ("GlmMoeDsa", {**DSA, "index_topk": 8}),
     "glm_shared": ("GlmMoeDsa", {**DSA, "indexer_types": ["full", "shared", "full"]}),
-    "v3": ("DeepseekV3", {}), "v3_yarn": ("DeepseekV3", {"rope_parameters": YARN}),
+    "v3": ("DeepseekV3", {}),
+    "v3_yarn": ("DeepseekV3", {"rope_parameters": YARN}),
     "v3_half": ("DeepseekV3", {"rope_interleave": False}),
     "v32_yarn": ("DeepseekV32", {**DSA, "rope_parameters": YARN}),
-}  # fmt: skip
+}
 
 
 def build(name, dtype=torch.float32):
@@ -167,8 +193,11 @@ def test_scores_never_take_text_by_text(monkeypatch):
 
     lengths = []
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda m, q, *a, **k: (
-        lengths.append(q.shape[2]), own(m, q, *a, **k))[1])  # fmt: skip
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS,
+        "sdpa",
+        lambda m, q, *a, **k: (lengths.append(q.shape[2]), own(m, q, *a, **k))[1],
+    )
     capture.run(build("glm"), IDS, [0], chunk_tokens=16)
     assert max(lengths) == 16
 
@@ -194,8 +223,16 @@ def test_a_capture_says_what_it_is(checkpoint_dir, tmp_path, caplog):
     seen, text = [], tmp_path / "text.txt"
     text.write_text(TEXT)
     with caplog.at_level(logging.INFO, "shadowkv_lab.sources"):
-        capture.capture(checkpoint_dir, text, tmp_path / "p", layers="1", queries=5, max_tokens=60,
-                        chunk_tokens=16, progress=lambda t, d: seen.append((d, t)))  # fmt: skip
+        capture.capture(
+            checkpoint_dir,
+            text,
+            tmp_path / "p",
+            layers="1",
+            queries=5,
+            max_tokens=60,
+            chunk_tokens=16,
+            progress=lambda t, d: seen.append((d, t)),
+        )
     file = poolfile.load(tmp_path / "p")
     assert file.layers == (1,) and file.tokens == 60 and len(file.extra("query_positions")) == 5
     assert file.metadata["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
@@ -208,8 +245,10 @@ def test_a_capture_says_what_it_is(checkpoint_dir, tmp_path, caplog):
 
 @pytest.mark.gpu
 def test_a_gpu_captures_what_the_cpu_does(checkpoint_dir, tmp_path):
-    one, other = (capture.capture(checkpoint_dir, TEXT, tmp_path / device, dtype=torch.float32,
-                                  device=device) for device in ("cpu", "cuda"))  # fmt: skip
+    one, other = (
+        capture.capture(checkpoint_dir, TEXT, tmp_path / device, dtype=torch.float32, device=device)
+        for device in ("cpu", "cuda")
+    )
     for i in range(3):
         off = (one.stored(i) - other.stored(i)).norm() / one.stored(i).norm()
         assert off < 1e-3

@@ -61,8 +61,11 @@ def test_it_loads_what_transformers_loads(checkpoint_dir):
 def test_only_the_shards_of_the_first_layers_are_opened(checkpoint_dir, caplog):
     with caplog.at_level(logging.INFO, "shadowkv_lab.sources"):
         loaded = checkpoint.load_model(checkpoint_dir, 1)
-    needed = {shard for name, shard in weight_map(checkpoint_dir).items()
-              if name.startswith(("model.embed_tokens", "model.layers.0."))}  # fmt: skip
+    needed = {
+        shard
+        for name, shard in weight_map(checkpoint_dir).items()
+        if name.startswith(("model.embed_tokens", "model.layers.0."))
+    }
     assert set(loaded.shards) == needed < set(weight_map(checkpoint_dir).values())
     assert all(f"opened {shard}" in caplog.text for shard in needed)
     assert "1 of 4 layers" in caplog.text
@@ -131,8 +134,12 @@ def test_memory_stays_within_the_loaded_tensors_and_20_percent(maker, tmp_path, 
             changes[name], changes[f"{name}_scale_inv"], _ = to_block_fp8(source)
         edit(directory, changes, config={"quantization_config": {"quant_method": "fp8"}})
     for _ in range(3):  # under memory pressure the libraries' own pages come and go, and add
-        done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY), str(directory)],
-                              capture_output=True, text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(MEMORY), str(directory)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         loaded, peak = map(int, done.stdout.split())
         if peak < 1.2 * loaded:
             break
@@ -214,12 +221,16 @@ def test_another_architecture(broken):
 # Quantisations that are not read
 
 
-@pytest.mark.parametrize("config, named", [
-    ({"quant_method": "awq", "bits": 4}, "awq"), ({"quant_method": "gptq"}, "gptq"),
-    ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-    ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\]"),
+    ],
+)
 def test_other_quantisations_are_refused_by_name(broken, config, named):
     edit(broken, {}, config={"quantization_config": config})
     with pytest.raises(UnsupportedQuantisation, match=named):

@@ -116,8 +116,15 @@ def io_counters():
 def test_a_20_gb_file_opens_at_once_and_one_layer_is_read_alone(tmp_path):
     layers, tokens = 156, 230_000
     shapes = {f"rows.{n}": (FP8, (tokens, 576)) for n in range(layers)}
-    meta = dict(format="shadowkv-pool", schema="1", geometry=json.dumps(asdict(GLM)), storage="fp8",
-                scale="1.0", page_size="1", layers=json.dumps(list(range(layers))))  # fmt: skip
+    meta = dict(
+        format="shadowkv-pool",
+        schema="1",
+        geometry=json.dumps(asdict(GLM)),
+        storage="fp8",
+        scale="1.0",
+        page_size="1",
+        layers=json.dumps(list(range(layers))),
+    )
     head, path = tensorfile.header(shapes, meta), tmp_path / "20gb"
     layer_bytes = tokens * 576
     with open(path, "wb") as file:
@@ -172,8 +179,9 @@ def test_nan_rows_are_not_written(tmp_path, value):
     bad = rows(40)
     bad[33, 5] = value
     with pytest.raises(BadRows, match="Layer 2, token 33"):
-        poolfile.write(tmp_path / "p", GLM, "bf16", (1, 2), 40, [rows(40), bad].__getitem__,
-                       source="test")  # fmt: skip
+        poolfile.write(
+            tmp_path / "p", GLM, "bf16", (1, 2), 40, [rows(40), bad].__getitem__, source="test"
+        )
     assert (tmp_path / "p").read_bytes() == old and len(list(tmp_path.iterdir())) == 1
 
 
@@ -201,10 +209,16 @@ def test_packed_rows_read_as_raw_ones(tmp_path):
         poolfile.load(tmp_path / "q")
 
 
-@pytest.mark.parametrize("metadata, match", [
-    ({"schema": "2"}, "schema 2"), ({"geometry": "{}"}, "broken"), ({"scale": "x"}, "broken"),
-    ({"layers": "[]"}, "broken"), ({"layers": "[0, 9]"}, "no tensor 'rows.9'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "metadata, match",
+    [
+        ({"schema": "2"}, "schema 2"),
+        ({"geometry": "{}"}, "broken"),
+        ({"scale": "x"}, "broken"),
+        ({"layers": "[]"}, "broken"),
+        ({"layers": "[0, 9]"}, "no tensor 'rows.9'"),
+    ],
+)
 def test_a_broken_header(tmp_path, metadata, match):
     write(tmp_path / "p")
     changed(tmp_path / "p", tmp_path / "q", metadata)
@@ -253,7 +267,8 @@ def test_the_decode_lab_runs_on_a_file(tmp_path):
     write(tmp_path / "p")
     shape = replace(GLM, layers=2, index_layers=2, max_positions=4096)
     fill = poolfile.filler(tmp_path / "p", shape)
-    bench = decode.Bench(shape, 2, torch.device("cpu"), fill=fill, budget_s=0.01,
-                         source=fill.source(64, 2))  # fmt: skip
+    bench = decode.Bench(
+        shape, 2, torch.device("cpu"), fill=fill, budget_s=0.01, source=fill.source(64, 2)
+    )
     found = list(decode.measure(bench, [parse("full_cast"), parse("shadow")], [64], [(1, 32)]))
     assert {run.source for run in found} == {"file:p (tiled)"} and len(found) == 2

@@ -31,14 +31,20 @@ def server(storage, first_layer=0):
     slots = torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(9))[: sum(LENS)] + 1
     table[3, : LENS[0]], table[1, : LENS[1]] = slots[: LENS[0]], slots[LENS[0] :]
     dtype = torch.bfloat16 if storage == "bf16" else FP8
-    pool = SimpleNamespace(kv_buffer=[server_rows(storage, n) for n in range(LAYERS)], dtype=dtype,
-                           start_layer=first_layer, page_size=1)  # fmt: skip
+    pool = SimpleNamespace(
+        kv_buffer=[server_rows(storage, n) for n in range(LAYERS)],
+        dtype=dtype,
+        start_layer=first_layer,
+        page_size=1,
+    )
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
     )
-    reqs = [SimpleNamespace(kv=SimpleNamespace(holds_kv=True, req_pool_idx=row, kv_committed_len=n))
-            for row, n in zip((3, 1), LENS, strict=True)]  # fmt: skip
+    reqs = [
+        SimpleNamespace(kv=SimpleNamespace(holds_kv=True, req_pool_idx=row, kv_committed_len=n))
+        for row, n in zip((3, 1), LENS, strict=True)
+    ]
     batch = SimpleNamespace(reqs=reqs, forward_mode=SimpleNamespace(is_decode=lambda: True))
     return scheduler, batch, slots.long()
 
@@ -58,8 +64,13 @@ def test_the_snippet_and_its_conversion_are_exact(tmp_path, monkeypatch, storage
     slots = snap(tmp_path / "snap.pt", monkeypatch, storage, first_layer=2)
     assert [p.name for p in tmp_path.iterdir()] == ["snap.pt"]
     seen = []
-    file = sglang_snapshot.convert(tmp_path / "snap.pt", GLM, tmp_path / "pool", storage,
-                                   progress=lambda text, done: seen.append(done))  # fmt: skip
+    file = sglang_snapshot.convert(
+        tmp_path / "snap.pt",
+        GLM,
+        tmp_path / "pool",
+        storage,
+        progress=lambda text, done: seen.append(done),
+    )
     assert (file.storage, file.lens, file.layers, file.page_size) == (storage, LENS, (2, 3, 4), 1)
     assert "SGLang snapshot snap.pt, 2 requests" in file.metadata["source"] and seen[-1] == 1.0
     for n in range(LAYERS):
@@ -114,15 +125,18 @@ def test_a_width_that_the_model_cannot_have(tmp_path):
         sglang_snapshot.load(tmp_path / "x", other)
 
 
-@pytest.mark.parametrize("change, error, match", [
-    ({"lens": torch.tensor([5, 40])}, BadTensorFile, "do not fit"),
-    ({"lens": torch.tensor([5, 0])}, BadTensorFile, "do not fit"),
-    ({"lens": torch.tensor([1, 1, 1])}, BadTensorFile, "do not fit"),
-    ({"req_to_token": torch.full((2, 32), SLOTS)}, BadSlots, f"slot {SLOTS}"),
-    ({"req_to_token": torch.full((2, 32), -1)}, BadSlots, "slot -1"),
-    ({"kv_buffer.99": torch.zeros(4, 1, 576, dtype=torch.uint8)}, GeometryMismatch, "layer 99"),
-    ({"kv_buffer.2": torch.zeros(4, 1, 576).bfloat16()}, BadRows, "mixes bf16, fp8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, error, match",
+    [
+        ({"lens": torch.tensor([5, 40])}, BadTensorFile, "do not fit"),
+        ({"lens": torch.tensor([5, 0])}, BadTensorFile, "do not fit"),
+        ({"lens": torch.tensor([1, 1, 1])}, BadTensorFile, "do not fit"),
+        ({"req_to_token": torch.full((2, 32), SLOTS)}, BadSlots, f"slot {SLOTS}"),
+        ({"req_to_token": torch.full((2, 32), -1)}, BadSlots, "slot -1"),
+        ({"kv_buffer.99": torch.zeros(4, 1, 576, dtype=torch.uint8)}, GeometryMismatch, "layer 99"),
+        ({"kv_buffer.2": torch.zeros(4, 1, 576).bfloat16()}, BadRows, "mixes bf16, fp8"),
+    ],
+)
 def test_a_snapshot_that_contradicts_itself(tmp_path, change, error, match):
     save_file(content(**change), tmp_path / "x")
     with pytest.raises(error, match=match):
@@ -133,8 +147,12 @@ def test_files_that_are_no_snapshot(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "a")
     torch.save([1, 2], tmp_path / "b")
     (tmp_path / "c").write_bytes(b"PK\x03\x04 and nothing more")
-    for name, match in (("a", "no snapshot"), ("b", "holds list"), ("c", "cannot be read"),
-                        ("none", "cannot be read")):  # fmt: skip
+    for name, match in (
+        ("a", "no snapshot"),
+        ("b", "holds list"),
+        ("c", "cannot be read"),
+        ("none", "cannot be read"),
+    ):
         with pytest.raises(BadTensorFile, match=match):
             sglang_snapshot.load(tmp_path / name, GLM)
 

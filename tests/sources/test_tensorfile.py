@@ -49,8 +49,13 @@ def test_we_read_what_the_library_writes(tmp_path, how):
 
 def test_progress_is_shown_and_ends_at_one(tmp_path):
     found, seen = tensors(), []
-    tensorfile.write(tmp_path / "a", shapes(found), iter(found.values()), {},
-                     lambda text, done: seen.append(done))  # fmt: skip
+    tensorfile.write(
+        tmp_path / "a",
+        shapes(found),
+        iter(found.values()),
+        {},
+        lambda text, done: seen.append(done),
+    )
     assert seen == sorted(seen) and seen[-1] == 1.0 and len(seen) == len(found)
 
 
@@ -68,22 +73,32 @@ def test_truncated(tmp_path, keep):
         TensorFile(path)
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"GGUF\x03\x00\x00\x00" + b"\x00" * 64, b"PK\x03\x04" + b"\x00" * 64, b"\x80\x04" * 50,
-    (2).to_bytes(8, "little") + b"[]", (8).to_bytes(8, "little") + b"not json",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GGUF\x03\x00\x00\x00" + b"\x00" * 64,
+        b"PK\x03\x04" + b"\x00" * 64,
+        b"\x80\x04" * 50,
+        (2).to_bytes(8, "little") + b"[]",
+        (8).to_bytes(8, "little") + b"not json",
+    ],
+)
 def test_foreign(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(BadTensorFile, match="not a safetensors file"):
         TensorFile(tmp_path / "x")
 
 
-@pytest.mark.parametrize("entry", [
-    {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
-    {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
-    {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
-    {"dtype": "F32", "shape": [1]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [1]},
+    ],
+)
 def test_a_header_that_lies(tmp_path, entry):
     text = json.dumps({"rows": entry}).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + b"\x00" * 64)
@@ -123,8 +138,12 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # the kernel refuses to go on
     try:
         with pytest.raises(CannotWrite, match=r"could not be written whole.*untouched"):
-            tensorfile.write(path, {"a": (torch.uint8, (4 << 20,))},
-                             [torch.zeros(4 << 20, dtype=torch.uint8)], {})  # fmt: skip
+            tensorfile.write(
+                path,
+                {"a": (torch.uint8, (4 << 20,))},
+                [torch.zeros(4 << 20, dtype=torch.uint8)],
+                {},
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

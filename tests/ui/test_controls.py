@@ -108,8 +108,9 @@ def test_the_budgets_words_follow_what_is_known():
 def test_a_strategy_that_no_kernel_serves_on_a_card_gets_no_numbers():
     with pytest.raises(BackendCannotRun, match="SM90"):
         serving_lab.load_view(strategies=("native_fp8", "full_cast"))
-    assert "native_fp8" in set(serving_lab.load_view(
-        gpu="h200", strategies=("native_fp8",)).table.strategy)  # fmt: skip
+    assert "native_fp8" in set(
+        serving_lab.load_view(gpu="h200", strategies=("native_fp8",)).table.strategy
+    )
     view = budget.budget_view()
     assert "native_fp8" not in set(view.table.strategy)
     assert "Left out: native FP8" in view.note

@@ -27,9 +27,10 @@ def bars(fig):
     """{(phase, strategy title): ms} of a stacked bar figure."""
     return {
         (trace.name, name): value
-        for trace in fig.data if trace.y[0] is not None
+        for trace in fig.data
+        if trace.y[0] is not None
         for name, value in zip(trace.y, trace.x, strict=True)
-    }  # fmt: skip
+    }
 
 
 def test_bars_are_the_recorded_phases(runs):
@@ -49,8 +50,9 @@ def test_full_cast_climbs_with_the_pool_and_the_others_do_not(runs):
     at = runs[(runs.concurrency == 1) & (runs.context == 1024)]
     growth = {
         s: part.step_ms.max() / part.step_ms.min()
-        for s, part in at.groupby("strategy") if part.pool_tokens.nunique() == 4
-    }  # fmt: skip
+        for s, part in at.groupby("strategy")
+        if part.pool_tokens.nunique() == 4
+    }
     assert growth["full_cast"] > 6 and growth["vector_cast"] > 4
     assert all(growth[s] < 1.3 for s in ("bf16_pool", "shadow", "gather_cast", "fused_fp8"))
     title = figures.against_pool(at).layout.title.text
@@ -68,9 +70,12 @@ def test_the_case_on_an_h200(runs):
 
 @pytest.mark.parametrize(
     "asked, got",
-    [((500_000, 1, 1000), (495_616, 1, 1024)), ((70_000, 40, 1024), (65_536, 32, 1024)),
-     ((495_616, 1, 100_000), (495_616, 1, 131_072))],
-)  # fmt: skip
+    [
+        ((500_000, 1, 1000), (495_616, 1, 1024)),
+        ((70_000, 40, 1024), (65_536, 32, 1024)),
+        ((495_616, 1, 100_000), (495_616, 1, 131_072)),
+    ],
+)
 def test_the_nearest_recorded_cell(runs, asked, got):
     cell = decode_lab.nearest(runs, *asked)
     assert (cell.pool_tokens, cell.concurrency, cell.context) == got
@@ -187,8 +192,13 @@ def test_recorded_kernels_meet_their_bounds():
     """Ratios of one run, as recorded: our decode over the better FlashInfer, cast over copy."""
     rows, _ = kernels.recorded()
     eight = rows[rows.heads == 8]
-    bounds = {"1 x 1024": (0.48, 0.43), "1 x 8192": (0.45, 0.25), "1 x 131072": (0.65, 0.28),
-              "32 x 8192": (0.90, 0.30), "64 x 2048": (0.90, 0.29)}  # fmt: skip
+    bounds = {
+        "1 x 1024": (0.48, 0.43),
+        "1 x 8192": (0.45, 0.25),
+        "1 x 131072": (0.65, 0.28),
+        "32 x 8192": (0.90, 0.30),
+        "64 x 2048": (0.90, 0.29),
+    }
     for shape, (against_bf16, against_native) in bounds.items():
         ms = eight[eight["shape"] == shape].set_index("kernel").ms
         bf16, native = ms.filter(like="bf16").min(), ms.filter(like="native").min()
@@ -268,7 +278,8 @@ def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, mo
     assert (tmp_path / "out/explorer-1.csv").read_text() == first
     assert (tmp_path / "out/explorer-2.csv").read_text() != first
     assert {p.name for p in (tmp_path / "out").glob("explorer-2*.png")} == {
-        f"explorer-2{letter}.png" for letter in "abcd"}  # fmt: skip
+        f"explorer-2{letter}.png" for letter in "abcd"
+    }
     assert (tmp_path / "out/explorer-2.py").read_text() == f"{app.line}\n"
     (tmp_path / "out/.gitignore").write_text("mine")
     app.controls["strategies"].value = ()

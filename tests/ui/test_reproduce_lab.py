@@ -15,10 +15,12 @@ REST = Rest(20.0, experts=0)
 def test_figures_are_finished_and_titled():
     table = verdict.verdict(fitted=FIT)
     shown = [
-        figures.case_steps(), figures.tpot(table, REST), figures.speed_and_room(table),
+        figures.case_steps(),
+        figures.tpot(table, REST),
+        figures.speed_and_room(table),
         figures.rest_over_context(verdict.rest_over_context("rtx-pro-6000-server", fitted=FIT)),
         *budget_figures.budget_view(kv_gib=25.49).figures,
-    ]  # fmt: skip
+    ]
     for fig in shown:
         assert any(c.isdigit() for c in fig.layout.title.text)
         assert fig.layout.xaxis.title.text
