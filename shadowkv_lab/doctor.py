@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from shadowkv_lab import hardware
-from shadowkv_lab.geometry import Geometry, load
+from shadowkv_lab import machine
+from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.strategies import STRATEGIES
 
 
@@ -23,11 +23,11 @@ class Finding(NamedTuple):
 
 
 def examine(
-    model: "str | Geometry" = "glm-5", tensor_parallel: int = 8, device: str | None = None
+    model: "str | Model" = "glm-5", tensor_parallel: int = 8, device: str | None = None
 ) -> list[Finding]:
     """Everything that decides what the lab can measure here, the strategies last."""
-    geometry = load(model)
-    chosen = hardware.as_device(device)
+    geometry = load_model(model)
+    chosen = machine.as_device(device)
     findings = list(_gpus(chosen))
     findings += _libraries(chosen)
     findings += _strategies(geometry, geometry.heads_per_gpu(tensor_parallel), chosen)
@@ -38,22 +38,22 @@ def _gpus(chosen: torch.device) -> Iterator[Finding]:
     built = torch.version.cuda
     if not torch.cuda.is_available():
         yield _why_no_gpu(built)
-        memory = hardware.memory("cpu")
+        memory = machine.memory("cpu")
         yield Finding("memory", "ok", f"{memory.free_bytes / 2**30:.1f} GiB free on the CPU")
         return
-    for name in hardware.devices():
-        card, memory = hardware.detect_card(name), hardware.memory(name)
+    for name in machine.devices():
+        card, memory = machine.detect_card(name), machine.memory(name)
         major, minor = torch.cuda.get_device_capability(name)
         mark = " (chosen)" if torch.device(name) == chosen else ""
         yield Finding(
             f"{name}{mark}",
             "ok" if card else "warn",
-            f"{hardware.device_title(name)}, SM{major}{minor}, "
+            f"{machine.device_title(name)}, SM{major}{minor}, "
             f"{memory.free_bytes / 2**30:.1f} of {memory.total_bytes / 2**30:.1f} GiB free; "
             + (f"{card.title}, {card.bandwidth_gb_per_s:.0f} GB/s" if card else "not in data/gpus"),
             "" if card else "Add a file under data/gpus: predictions for this card need it",
         )
-        for holder in hardware.holders(name):
+        for holder in machine.holders(name):
             yield Finding(
                 f"{name} memory",
                 "warn",
@@ -61,14 +61,14 @@ def _gpus(chosen: torch.device) -> Iterator[Finding]:
                 "Stop it, or choose another GPU with --device",
             )
     yield Finding(
-        "driver", "ok", f"{hardware.clocks(chosen).driver or 'unknown'}, torch for CUDA {built}"
+        "driver", "ok", f"{machine.clocks(chosen).driver or 'unknown'}, torch for CUDA {built}"
     )
 
 
 def _why_no_gpu(built: str | None) -> Finding:
     """The GPU that torch does not see: no driver, or a torch that cannot use it."""
     listed = ""
-    if smi := hardware.tool("nvidia-smi"):
+    if smi := machine.tool("nvidia-smi"):
         asked = subprocess.run([smi, "-L"], capture_output=True, text=True, check=False)
         listed = asked.stdout.strip() if asked.returncode == 0 else ""
     if not listed:
@@ -100,14 +100,14 @@ def _libraries(device: torch.device) -> Iterator[Finding]:
         ("triton", "triton", "the lab's own kernels"),
         ("nvidia-ml-py", "pynvml", "clocks, power, and who holds a GPU"),
     ):
-        version = hardware.version_of(package)
+        version = machine.version_of(package)
         if importlib.util.find_spec(module):
             yield Finding(package, "ok", f"{version}: {use}")
         elif on_gpu:
             yield Finding(package, "no", f"missing: {use}", "pip install -e '.[gpu]'")
     if on_gpu and importlib.util.find_spec("flashinfer"):
         for name in ("nvcc", "ninja"):
-            path = hardware.tool(name)
+            path = machine.tool(name)
             yield Finding(
                 name,
                 "ok" if path else "no",
@@ -130,9 +130,9 @@ def _libraries(device: torch.device) -> Iterator[Finding]:
         )
 
 
-def _strategies(geometry: Geometry, heads: int, device: torch.device) -> Iterator[Finding]:
+def _strategies(geometry: Model, heads: int, device: torch.device) -> Iterator[Finding]:
     from shadowkv_lab.errors import LabError
-    from shadowkv_lab.measure.decode import Bench, check
+    from shadowkv_lab.steps.measure import Bench, check
 
     bench = Bench(geometry, heads, device)
     for name, kind in STRATEGIES.items():

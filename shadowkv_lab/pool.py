@@ -5,20 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv_lab import hardware
-from shadowkv_lab.batch import Batch, make_batch
-from shadowkv_lab.errors import (
-    BadRows,
-    BadSize,
-    BadSlots,
-    GpuBusy,
-    LoadDoesNotFit,
-    PoolDoesNotFit,
-    ShadowStale,
-)
-from shadowkv_lab.geometry import Geometry
+from shadowkv_lab import machine
+from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult
 from shadowkv_lab.kernels import reference
 from shadowkv_lab.kernels.reference import FP8, bits
+from shadowkv_lab.load import Batch, make_batch
+from shadowkv_lab.model import Model
 
 CHECK_ROWS = 65536  # rows a pass of check_integrity compares: 113 MB of FP8 and BF16
 SPARE_TURNS = 64  # fresh last pages a request is given, if the pool has them
@@ -33,12 +25,12 @@ class SlotAllocator:
 
     def __init__(self, pool_tokens: int, page_size: int = 1, order: str = "contiguous", seed=0):
         if page_size < 1 or pool_tokens < page_size or pool_tokens % page_size:
-            raise BadSize(
+            raise OutOfRange(
                 f"A pool of {pool_tokens} tokens in pages of {page_size}",
                 "a positive multiple of the page size",
             )
         if order not in ("contiguous", "random"):
-            raise BadSize(f"Slot order {order!r}", "contiguous, random")
+            raise OutOfRange(f"Slot order {order!r}", "contiguous, random")
         self.pool_tokens, self.page_size = pool_tokens, page_size
         pages = pool_tokens // page_size
         generator = torch.Generator().manual_seed(seed)
@@ -55,9 +47,9 @@ class SlotAllocator:
         return self._top * self.page_size
 
     def allocate_pages(self, count: int) -> torch.Tensor:
-        """int64 ids of `count` fresh pages; raises `LoadDoesNotFit` and takes none if too few."""
+        """int64 ids of `count` fresh pages; raises `DoesNotFit` and takes none if too few."""
         if count > self._top:
-            raise LoadDoesNotFit(
+            raise DoesNotFit(
                 f"{count * self.page_size} slots asked for, {self.free_tokens} of "
                 f"{self.pool_tokens} are free",
                 f"up to {self.free_tokens}",
@@ -71,12 +63,12 @@ class SlotAllocator:
     def allocate(self, tokens: int) -> torch.Tensor:
         """int64 [tokens] slots in whole fresh pages; what is left of the last page stays held."""
         if tokens < 1:
-            raise BadSize(f"{tokens} slots asked for", "1 or more")
+            raise OutOfRange(f"{tokens} slots asked for", "1 or more")
         pages = self.allocate_pages(-(-tokens // self.page_size))
         return (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()[:tokens]
 
     def free(self, slots: torch.Tensor) -> None:
-        """Give back the pages of `slots`; raises `BadSlots` for one that is not held."""
+        """Give back the pages of `slots`; raises `OutOfRange` for one that is not held."""
         self.check(slots, "free")
         pages = torch.unique(slots.cpu() // self.page_size)
         self.used[pages] = False
@@ -84,7 +76,7 @@ class SlotAllocator:
         self._top += len(pages)
 
     def check(self, slots: torch.Tensor, action: str) -> None:
-        """Raise `BadSlots` naming the first slot that is out of range, the dummy, or not held."""
+        """Raise `OutOfRange` naming the first slot that is out of range, the dummy, or not held."""
         slots = slots.cpu()
         bad = (slots < self.page_size) | (slots >= self.pool_tokens + self.page_size)
         if not bad.any():
@@ -97,7 +89,7 @@ class SlotAllocator:
                 why = "in the dummy page"
             else:
                 why = "not allocated (freed, or never held)"
-            raise BadSlots(
+            raise OutOfRange(
                 f"Cannot {action} slot {slot}: it is {why}",
                 f"allocated slots from {self.page_size} to {self.pool_tokens + self.page_size - 1}",
                 "Use slots that allocate() returned and free() has not taken back",
@@ -123,7 +115,7 @@ class Pool:
 
     def __init__(
         self,
-        geometry: Geometry,
+        model: Model,
         pool_tokens: int,
         storage: Sequence[tuple[str, ...]],
         *,
@@ -135,14 +127,14 @@ class Pool:
         append=reference.append,
     ):
         if mirror not in ("exact", "original"):
-            raise BadSize(f"Mirror {mirror!r}", "exact, original")
-        self.geometry, self.pool_tokens, self.page_size = geometry, pool_tokens, page_size
+            raise OutOfRange(f"Mirror {mirror!r}", "exact, original")
+        self.model, self.pool_tokens, self.page_size = model, pool_tokens, page_size
         self.device, self.mirror, self.append = torch.device(device), mirror, append
         self.allocator = SlotAllocator(pool_tokens, page_size, order, seed)
-        check_fits(geometry, pool_tokens, storage, page_size, self.device)
+        check_fits(model, pool_tokens, storage, page_size, self.device)
 
         def buffer(kept: bool, dtype: torch.dtype) -> torch.Tensor | None:
-            shape = (pool_tokens + page_size, geometry.row)
+            shape = (pool_tokens + page_size, model.row)
             return torch.zeros(shape, dtype=dtype, device=self.device) if kept else None
 
         self.fp8 = [buffer("fp8" in kinds, FP8) for kinds in storage]
@@ -168,14 +160,14 @@ class Pool:
         return self.allocator.allocate(tokens).to(self.device)
 
     def free(self, slots: torch.Tensor) -> None:
-        """Give the pages of `slots` back; raises `BadSlots` on a double free."""
+        """Give the pages of `slots` back; raises `OutOfRange` on a double free."""
         self.allocator.free(slots)
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write BF16 `rows` [n, row] to allocated `slots` [n] of one layer.
 
-        Raises `BadRows` or `BadSlots` before anything is written. Looks at the data, so it syncs;
-        a captured step uses `write_unchecked` and then asks `check_counters`.
+        Raises `OutOfRange` before anything is written. Looks at the data, so it syncs; a captured
+        step uses `write_unchecked` and then asks `check_counters`.
         """
         self._check_rows(rows, len(slots))
         self.allocator.check(slots, "write")
@@ -190,7 +182,7 @@ class Pool:
         for slots in (source, target):
             self.allocator.check(slots, "move")
         if len(source) != len(target) or len(torch.unique(target)) != len(target):
-            raise BadSlots(
+            raise OutOfRange(
                 f"Cannot move {len(source)} slots to {len(target)}",
                 "as many distinct targets as sources",
             )
@@ -208,9 +200,9 @@ class Pool:
         """Restore saved rows to `slots`, bit for bit; shadows are rebuilt from the FP8 rows."""
         self.allocator.check(slots, "load")
         for rows, fp8 in zip(saved.rows, self.fp8, strict=True):
-            wanted = (len(slots), self.geometry.row), torch.bfloat16 if fp8 is None else FP8
+            wanted = (len(slots), self.model.row), torch.bfloat16 if fp8 is None else FP8
             if (tuple(rows.shape), rows.dtype) != wanted:
-                raise BadRows(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")
+                raise OutOfRange(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")
         for layer, rows in enumerate(saved.rows):
             # e4m3 -> bf16 -> e4m3 is exact, so restored rows take the write path of fresh ones.
             self._store(layer, slots, rows.to(self.device).to(torch.bfloat16), exact=True)
@@ -220,22 +212,24 @@ class Pool:
         self.append(rows, slots, self.fp8[layer], self.bf16[layer], self.counters, exact)
 
     def _check_rows(self, rows: torch.Tensor, count: int) -> None:
-        wanted = (count, self.geometry.row)
+        wanted = (count, self.model.row)
         if tuple(rows.shape) != wanted or rows.dtype != torch.bfloat16:
-            raise BadRows(f"Rows {tuple(rows.shape)} {rows.dtype}", f"{wanted} torch.bfloat16")
+            raise OutOfRange(f"Rows {tuple(rows.shape)} {rows.dtype}", f"{wanted} torch.bfloat16")
         if not rows.isfinite().all():
             bad = int((~rows.isfinite()).any(1).nonzero()[0])
-            raise BadRows(f"Row {bad} has NaN or Inf in it", "finite values", "Nothing was written")
+            raise OutOfRange(
+                f"Row {bad} has NaN or Inf in it", "finite values", "Nothing was written"
+            )
 
     def check_counters(self) -> None:
-        """Raise `BadRows` if an unchecked write has stored NaN or Inf (syncs)."""
+        """Raise `OutOfRange` if an unchecked write has stored NaN or Inf (syncs)."""
         if seen := int(self.counters[1]):
-            raise BadRows(
+            raise OutOfRange(
                 f"{seen} NaN or Inf values were written", "finite values", "Refill the pool"
             )
 
     def check_integrity(self) -> None:
-        """Prove shadow == bf16(fp8) row by row; raises `ShadowStale` with the first slot off.
+        """Prove shadow == bf16(fp8) row by row; raises `WrongResult` with the first slot off.
 
         A pool whose mirror is "original" holds either that or a row whose FP8 is the FP8 row.
         """
@@ -251,7 +245,7 @@ class Pool:
                 off = off.any(1)
                 if off.any():
                     slot = start + int(off.nonzero()[0])
-                    raise ShadowStale(
+                    raise WrongResult(
                         f"Layer {layer}, slot {slot}: the shadow is not bf16(fp8)",
                         remedy="Something wrote the FP8 buffer past write, move and load",
                     )
@@ -259,10 +253,10 @@ class Pool:
     def batch(self, concurrency: int, context: int) -> Batch:
         """Allocate `concurrency` requests of `context` live tokens, the new one included.
 
-        Raises `BadSize` for a context outside the model's positions, `LoadDoesNotFit` where the
+        Raises `OutOfRange` for a context outside the model's positions, `DoesNotFit` where the
         requests exceed the free slots.
         """
-        check_load(self.geometry, self.pool_tokens, concurrency, context, self.page_size)
+        check_load(self.model, self.pool_tokens, concurrency, context, self.page_size)
         count = -(-context // self.page_size)
         pages = [self.allocator.allocate_pages(count) for _ in range(concurrency)]
         turns = min(SPARE_TURNS, self.allocator.free_tokens // self.page_size // concurrency)
@@ -278,18 +272,18 @@ class Pool:
 
 
 def check_load(
-    geometry: Geometry, pool_tokens: int, concurrency: int, context: int, page_size: int = 1
+    model: Model, pool_tokens: int, concurrency: int, context: int, page_size: int = 1
 ) -> None:
-    """Raise `BadSize` or `LoadDoesNotFit` for a load that no pool of this size can hold."""
+    """Raise `OutOfRange` or `DoesNotFit` for a load that no pool of this size can hold."""
     if concurrency < 1:
-        raise BadSize(f"Concurrency {concurrency}", "1 or more requests")
-    if not 1 <= context <= geometry.max_positions:
-        raise BadSize(
-            f"Context {context} for {geometry.name}", f"1 to {geometry.max_positions} tokens"
+        raise OutOfRange(f"Concurrency {concurrency}", "1 or more requests")
+    if not 1 <= context <= model.max_positions:
+        raise OutOfRange(
+            f"Context {context} for {model.name}", f"1 to {model.max_positions} tokens"
         )
     slots = concurrency * -(-context // page_size) * page_size
     if slots > pool_tokens:
-        raise LoadDoesNotFit(
+        raise DoesNotFit(
             f"{concurrency} requests x {context} tokens = {slots} slots exceed the pool's "
             f"{pool_tokens}",
             f"context up to {pool_tokens // concurrency // page_size * page_size} at this "
@@ -299,7 +293,7 @@ def check_load(
 
 
 def check_fits(
-    geometry: Geometry,
+    model: Model,
     pool_tokens: int,
     storage: Sequence[tuple[str, ...]],
     page_size: int,
@@ -308,13 +302,13 @@ def check_fits(
     extra_bytes: int = 0,
     extra_token_bytes: int = 0,
 ) -> None:
-    """Raise `PoolDoesNotFit` or `GpuBusy` before a pool and its scratch are allocated.
+    """Raise `DoesNotFit` or `DoesNotFit` before a pool and its scratch are allocated.
 
     `extra_token_bytes` is scratch that grows with the pool, `extra_bytes` what does not.
     """
-    a_token = extra_token_bytes + sum(geometry.row_bytes("+".join(kinds)) for kinds in storage)
+    a_token = extra_token_bytes + sum(model.row_bytes("+".join(kinds)) for kinds in storage)
     needed = a_token * (pool_tokens + page_size) + extra_bytes
-    memory = hardware.memory(device)
+    memory = machine.memory(device)
     if needed <= memory.free_bytes:
         return
     largest = max(0, (memory.free_bytes - extra_bytes) // a_token - page_size)
@@ -323,10 +317,10 @@ def check_fits(
         f"A pool of {pool_tokens} tokens needs {needed / 2**30:.2f} GiB ({needed} bytes); "
         f"{memory.free_bytes / 2**30:.2f} GiB ({memory.free_bytes} bytes) are free on {device}"
     )
-    holders = hardware.holders(device)
+    holders = machine.holders(device)
     if holders and needed <= memory.total_bytes:
         held = ", ".join(f"{h.name} (pid {h.pid}, {h.bytes / 2**30:.1f} GiB)" for h in holders)
-        raise GpuBusy(
+        raise DoesNotFit(
             f"{numbers}; held by {held}", f"up to {largest} tokens now", "Stop that process first"
         )
-    raise PoolDoesNotFit(numbers, f"up to {largest} tokens")
+    raise DoesNotFit(numbers, f"up to {largest} tokens")

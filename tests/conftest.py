@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 import pytest
 import torch
 
-from shadowkv_lab import data, geometry, hardware
+from shadowkv_lab import facts, machine
+from shadowkv_lab.model import load_model
 
 # Without a GPU, Triton kernels run in Triton's interpreter. Must be set before a kernel is defined.
 if not torch.cuda.is_available():
@@ -17,7 +18,7 @@ if not torch.cuda.is_available():
 # A GPU machine needs no Jupyter to measure, and to test what measures.
 collect_ignore = [] if importlib.util.find_spec("plotly") else ["browser", "notebooks", "ui"]
 
-GPU_RECORD = data.RUNS / "gpu_tests.json"
+GPU_RECORD = facts.RUNS / "gpu_tests.json"
 
 
 def pytest_addoption(parser):
@@ -51,12 +52,12 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     }
     record = {
         "result": ", ".join(f"{n} {kind}" for kind, n in counts.items() if n) or "none ran",
-        "gpu": hardware.device_title("cuda"),
-        "git_revision": hardware.git_revision(),
+        "gpu": machine.device_title("cuda"),
+        "git_revision": machine.git_revision(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
-        "triton": hardware.version_of("triton"),
-        "flashinfer": hardware.version_of("flashinfer-python"),
+        "triton": machine.version_of("triton"),
+        "flashinfer": machine.version_of("flashinfer-python"),
     }
     GPU_RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
@@ -69,9 +70,7 @@ def device(request):
 
 @pytest.fixture
 def tiny():
-    """A geometry with GLM-5's latent row (kernels need it) and two layers."""
+    """A model with GLM-5's latent row (kernels need it) and two layers."""
     from dataclasses import replace
 
-    return replace(
-        geometry.load("glm-5"), name="tiny", layers=2, index_layers=2, max_positions=4096
-    )
+    return replace(load_model("glm-5"), name="tiny", layers=2, index_layers=2, max_positions=4096)

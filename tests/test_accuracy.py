@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from shadowkv_lab import accuracy, data, geometry
+from shadowkv_lab import accuracy, facts
 from shadowkv_lab.accuracy import attention, model, storage
-from shadowkv_lab.errors import BadTensorFile, UnknownName
-from shadowkv_lab.hardware import version_of
+from shadowkv_lab.errors import BadFile, UnknownName
+from shadowkv_lab.machine import version_of
+from shadowkv_lab.model import load_model
 from shadowkv_lab.sources import poolfile
 from shadowkv_lab.strategies import STRATEGIES, parse
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-POOL = data.DATA / "pools" / "tiny-glm-5-random.safetensors"
-GLM = geometry.load("glm-5")
+POOL = facts.DATA / "pools" / "tiny-glm-5-random.safetensors"
+GLM = load_model("glm-5")
 CPU_STRATEGIES = [s for s in STRATEGIES.values() if s.reads == "bf16" and s.needs is None]
 
 
@@ -126,7 +127,7 @@ def test_storage_attention_against_numpy(pool, name):
         (out, p), (ours, r) = (attend_by_numpy(query, k, position, 1 / 16) for k in (exact, stored))
         off, total = off + ((ours - out) ** 2).sum(), total + (out**2).sum()
         kl += (p * np.log(p / r)).sum(-1).tolist()
-    assert pool.geometry.softmax_scale == 1 / 16
+    assert pool.model.softmax_scale == 1 / 16
     assert error.output == pytest.approx(math.sqrt(off / total), rel=2e-2, abs=1e-9)
     assert error.kl == pytest.approx(np.mean(kl), rel=2e-2, abs=1e-9)
     assert error.worst_kl == pytest.approx(np.max(kl), rel=2e-2, abs=1e-9)
@@ -165,7 +166,7 @@ def test_what_a_mirror_of_the_rows_gains_and_the_trap(pool):
 
 def test_a_file_without_queries(tmp_path):
     poolfile.write(tmp_path / "p", GLM, "bf16", (0,), 50, lambda i: rows(), source="test")
-    with pytest.raises(BadTensorFile, match="has no queries"):
+    with pytest.raises(BadFile, match="has no queries"):
         accuracy.storage_attention(poolfile.load(tmp_path / "p"))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shadowkv_lab import accuracy, data
+from shadowkv_lab import accuracy, facts
 from shadowkv_lab.sources import poolfile
 from shadowkv_lab.strategies import STRATEGIES, parse
 
@@ -10,7 +10,7 @@ from shadowkv_lab.strategies import STRATEGIES, parse
 @pytest.mark.gpu
 def test_every_strategy_on_a_gpu():
     """What is stored is the CPU's, bit for bit; each kernel is near float64 over it."""
-    pool = poolfile.load(data.DATA / "pools" / "tiny-glm-5-random.safetensors")
+    pool = poolfile.load(facts.DATA / "pools" / "tiny-glm-5-random.safetensors")
     found = accuracy.attention_errors(pool, [k() for k in STRATEGIES.values()], device="cuda:0")
     cpu = {e.layer: e for e in accuracy.attention_errors(pool, [parse("full_cast")])}
     for error in found:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from shadowkv_lab import hardware
-from shadowkv_lab.measure import records
+from shadowkv_lab import machine
+from shadowkv_lab.steps import records
 
 CONFIG = dict(
     num_hidden_layers=2,
@@ -63,7 +63,7 @@ def test_measure_prints_json_and_records_the_same_runs(small, tmp_path):
     recorded = records.read(record)
     assert recorded.step_ms.tolist() == [r["step_ms"] for r in runs]
     assert "measure --model" in runs[0]["origin"]["command"], "the command that repeats it"
-    assert runs[0]["origin"]["device"] == hardware.device_title("cpu")
+    assert runs[0]["origin"]["device"] == machine.device_title("cpu")
 
 
 def test_measure_prints_a_table(small):
@@ -79,8 +79,8 @@ def test_measure_prints_a_table(small):
         (("--context", "0"), "context '0'. Allowed: 1 or more"),
         (("--context", "16,x"), "whole numbers, separated by commas"),
         (("--context", "5000"), "Context 5000"),
-        (("--concurrency", "64"), "LoadDoesNotFit: 64 requests x 16 tokens"),
-        (("--pool-tokens", "999999999999"), "PoolDoesNotFit"),
+        (("--concurrency", "64"), "DoesNotFit: 64 requests x 16 tokens"),
+        (("--pool-tokens", "999999999999"), "DoesNotFit"),
         (("--device", "cuda:7"), "Unknown device 'cuda:7'"),
         (("--backend", "fa9"), "Unknown backend 'fa9'"),
         (("--backend", "flashinfer_fa2"), "--backend reference"),
@@ -113,4 +113,4 @@ def test_doctor_says_what_runs_and_the_remedy():
 def test_kernels_cannot_be_timed_on_a_cpu():
     for more in ((), ("--tune",)):
         said = shadowkv("bench", "kernels", "--device", "cpu", *more, ok=False)
-        assert "KernelUnavailable" in said and "an NVIDIA GPU" in said
+        assert "CannotRun" in said and "an NVIDIA GPU" in said

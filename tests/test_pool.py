@@ -5,17 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv_lab import geometry, hardware
-from shadowkv_lab.errors import (
-    BadRows,
-    BadSize,
-    BadSlots,
-    GpuBusy,
-    LoadDoesNotFit,
-    PoolDoesNotFit,
-    ShadowStale,
-)
+from shadowkv_lab import machine
+from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult
 from shadowkv_lab.kernels.reference import FP8, bits, to_fp8
+from shadowkv_lab.model import load_model
 from shadowkv_lab.pool import Pool, SlotAllocator
 
 BOTH = ("fp8", "bf16")
@@ -61,7 +54,7 @@ def test_allocator_against_a_set(page_size, data):
             continue
         want = data.draw(st.integers(1, 30))
         if -(-want // page_size) * page_size > allocator.free_tokens:
-            with pytest.raises(LoadDoesNotFit):
+            with pytest.raises(DoesNotFit):
                 allocator.allocate(want)
             continue
         slots = allocator.allocate(want)
@@ -72,17 +65,17 @@ def test_allocator_against_a_set(page_size, data):
 
 def test_bad_sizes_and_slots():
     for tokens, page in ((0, 1), (-4, 1), (100, 64), (64, 0)):
-        with pytest.raises(BadSize):
+        with pytest.raises(OutOfRange):
             SlotAllocator(tokens, page)
     allocator = SlotAllocator(8)
     slots = allocator.allocate(2)
     allocator.free(slots)
-    with pytest.raises(BadSlots, match="free slot 1: it is not allocated"):
+    with pytest.raises(OutOfRange, match="free slot 1: it is not allocated"):
         allocator.free(slots)
     for slot, why in ((0, "dummy"), (9, "out of range"), (-1, "out of range")):
-        with pytest.raises(BadSlots, match=why):
+        with pytest.raises(OutOfRange, match=why):
             allocator.check(torch.tensor([slot]), "write")
-    with pytest.raises(BadSize):
+    with pytest.raises(OutOfRange):
         allocator.allocate(0)
 
 
@@ -115,11 +108,11 @@ def test_rows_that_are_not_numbers_are_refused(tiny, value):
     pool = pool_of(tiny)
     slots, new = pool.allocate(2), rows(2)
     new[1, 3] = value
-    with pytest.raises(BadRows, match="Row 1 has NaN or Inf"):
+    with pytest.raises(OutOfRange, match="Row 1 has NaN or Inf"):
         pool.write(0, slots, new)
     assert not bits(pool.fp8[0]).any(), "nothing may be written"
     pool.write_unchecked(0, slots, new)  # inside a captured step: counted instead
-    with pytest.raises(BadRows, match="1 NaN or Inf"):
+    with pytest.raises(OutOfRange, match="1 NaN or Inf"):
         pool.check_counters()
 
 
@@ -127,14 +120,14 @@ def test_wrong_rows_and_slots_are_refused(tiny):
     pool = pool_of(tiny)
     slots = pool.allocate(2)
     for wrong in (rows(3), rows(2)[:, :512], rows(2).float()):
-        with pytest.raises(BadRows, match="Rows"):
+        with pytest.raises(OutOfRange, match="Rows"):
             pool.write(0, slots, wrong)
     pool.free(slots)
-    with pytest.raises(BadSlots, match="not allocated"):
+    with pytest.raises(OutOfRange, match="not allocated"):
         pool.write(0, slots, rows(2))
-    with pytest.raises(BadSlots, match="out of range"):
+    with pytest.raises(OutOfRange, match="out of range"):
         pool.write(0, torch.tensor([65]), rows(1))
-    with pytest.raises(BadSize, match="Mirror"):
+    with pytest.raises(OutOfRange, match="Mirror"):
         pool_of(tiny, mirror="rough")
 
 
@@ -185,7 +178,7 @@ def test_untracked_write_is_caught(tiny, device):
     pool.check_integrity()
     pool.fp8[1][slots[5]] = to_fp8(rows(1, 9, device))[0]  # a write that no shadow sees
     pool.fp8[1][slots[6]] = to_fp8(rows(1, 9, device))[0]
-    with pytest.raises(ShadowStale, match=f"Layer 1, slot {int(slots[5])}"):
+    with pytest.raises(WrongResult, match=f"Layer 1, slot {int(slots[5])}"):
         pool.check_integrity()
 
 
@@ -200,16 +193,16 @@ def test_original_mirror_holds_rows_as_they_came_and_loses_that_on_load(tiny):
     assert torch.equal(pool.bf16[0][slots], to_fp8(new).bfloat16())
     pool.check_integrity()
     pool.bf16[0][slots[2]] += 8
-    with pytest.raises(ShadowStale):
+    with pytest.raises(WrongResult):
         pool.check_integrity()
 
 
 def test_load_refuses_rows_of_another_shape(tiny):
     pool, plain = pool_of(tiny), pool_of(tiny, kinds=("bf16",))
     slots = pool.allocate(2)
-    with pytest.raises(BadRows, match="Saved rows"):
+    with pytest.raises(OutOfRange, match="Saved rows"):
         pool.load(slots, plain.save(plain.allocate(2)))
-    with pytest.raises(BadSlots):
+    with pytest.raises(OutOfRange):
         pool.move(slots, slots[:1])
 
 
@@ -245,13 +238,13 @@ def test_batch_slots_follow_the_page_table(tiny, page_size, context):
 def test_loads_that_do_not_fit(tiny):
     pool = pool_of(tiny, 64)
     with pytest.raises(
-        LoadDoesNotFit, match=r"5 requests x 16 tokens = 80 .*context up to 12 .*4 requests"
+        DoesNotFit, match=r"5 requests x 16 tokens = 80 .*context up to 12 .*4 requests"
     ):
         pool.batch(5, 16)
     for context in (0, -1, tiny.max_positions + 1):
-        with pytest.raises(BadSize, match="1 to 4096"):
+        with pytest.raises(OutOfRange, match="1 to 4096"):
             pool.batch(1, context)
-    with pytest.raises(BadSize, match="Concurrency"):
+    with pytest.raises(OutOfRange, match="Concurrency"):
         pool.batch(0, 4)
     full = pool.batch(4, 16)  # exactly the pool: no spare slots, and still a step
     full.advance(0)
@@ -262,24 +255,24 @@ def test_loads_that_do_not_fit(tiny):
 
 
 def test_a_pool_that_does_not_fit_says_what_would(tiny, monkeypatch):
-    monkeypatch.setattr(hardware, "memory", lambda device: hardware.Memory(1 << 20, 1 << 20))
-    with pytest.raises(PoolDoesNotFit) as caught:
+    monkeypatch.setattr(machine, "memory", lambda device: machine.Memory(1 << 20, 1 << 20))
+    with pytest.raises(DoesNotFit) as caught:
         pool_of(tiny, 4096)
     # 1 MiB over 2 layers x 1,728 bytes, the dummy slot taken off.
     assert "up to 302 tokens" in str(caught.value) and "1048576 bytes" in str(caught.value)
     pool_of(tiny, 302)
-    with pytest.raises(PoolDoesNotFit):
+    with pytest.raises(DoesNotFit):
         pool_of(tiny, 303)
 
 
 def test_memory_held_by_a_server_is_named(tiny, monkeypatch):
-    monkeypatch.setattr(hardware, "memory", lambda device: hardware.Memory(1 << 30, 1 << 20))
-    held = [hardware.Holder(4242, "sglang", 1 << 29)]
-    monkeypatch.setattr(hardware, "holders", lambda device: held)
-    with pytest.raises(GpuBusy, match=r"sglang \(pid 4242, 0.5 GiB\)"):
+    monkeypatch.setattr(machine, "memory", lambda device: machine.Memory(1 << 30, 1 << 20))
+    held = [machine.Holder(4242, "sglang", 1 << 29)]
+    monkeypatch.setattr(machine, "holders", lambda device: held)
+    with pytest.raises(DoesNotFit, match=r"sglang \(pid 4242, 0.5 GiB\)"):
         pool_of(tiny, 4096)
 
 
 def test_storage_of_glm5_at_the_case_size():
-    assert geometry.load("glm-5").row_bytes("fp8") * 495_616 * 3 == pytest.approx(856.4e6, rel=1e-4)
+    assert load_model("glm-5").row_bytes("fp8") * 495_616 * 3 == pytest.approx(856.4e6, rel=1e-4)
     assert FP8.itemsize == 1

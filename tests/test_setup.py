@@ -1,5 +1,6 @@
 """The set-up files agree with each other, and importing the lab stays light."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -45,47 +46,47 @@ def test_importing_the_package_brings_no(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_layers_import_downwards_only():
-    """DESIGN: geometry, hardware -> pool, kernels -> strategies -> measure | predict -> ui."""
-    order = [
-        "errors",
-        "files",
-        "data",
-        "geometry",
-        "hardware",
-        "batch",
-        "kernels",
-        "pool",
-        "sources",
-        "strategies",
-        "measure",
-        "accuracy",
-        "predict",
-        "serving",
-        "sglang",
-        "doctor",
-        "ui",
-        "cli",
-        "__main__",
-    ]
-    for path in (ROOT / "shadowkv_lab").rglob("*.py"):
-        place = path.relative_to(ROOT / "shadowkv_lab").parts[0].removesuffix(".py")
-        if place == "__init__":
+FLOORS = (
+    ["errors", "files", "facts", "load", "provenance"],
+    ["model", "machine", "rules", "deployment", "kernels"],
+    ["pool"],
+    ["sources", "strategies"],
+    ["steps", "budget"],
+    ["glm5", "serving", "doctor"],
+    ["server", "accuracy", "sglang"],
+    ["ui"],
+    ["cli"],
+    ["__main__"],
+)
+
+
+def imports(path):
+    """(room of `path`, room it imports) for each import of the package, also inside functions."""
+    place = path.relative_to(ROOT / "shadowkv_lab").parts[0].removesuffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
             continue
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if (
-                len(words) > 1
-                and words[0] in ("from", "import")
-                and words[1].startswith("shadowkv_lab")
-            ):
-                parts = words[1].split(".")
-                names = parts[1:2] or [n.strip(",") for n in words[3:]]
-                for name in names:
-                    if name in order:
-                        assert order.index(name) <= order.index(place), (
-                            f"{path.name}: {line.strip()}"
-                        )
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "shadowkv_lab" and len(parts) > 1:
+                yield place, parts[1]
+
+
+def test_nothing_imports_upward():
+    floor = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+    upward = {
+        f"{path.name}: {place} imports {room}"
+        for path in (ROOT / "shadowkv_lab").rglob("*.py")
+        for place, room in imports(path)
+        if place != "__init__" and room in floor and floor[room] > floor[place]
+    }
+    assert not upward
+    rooms = {path.stem for path in (ROOT / "shadowkv_lab").iterdir() if path.suffix != ".json"}
+    assert rooms - {"__init__", "__pycache__", "data"} <= set(floor)
 
 
 def test_make_sets_jupyter_up_to_save_without_views_and_to_ask_nothing(tmp_path, monkeypatch):

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv_lab import geometry, kernels
-from shadowkv_lab.errors import BadSize, LabError, UnknownName
+from shadowkv_lab import kernels
+from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
 from shadowkv_lab.kernels import reference
+from shadowkv_lab.model import load_model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import synthetic
 from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
@@ -54,7 +55,7 @@ def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, token
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_of_every_strategy(name):
-    glm, strategy = geometry.load("glm-5"), parse(name)
+    glm, strategy = load_model("glm-5"), parse(name)
     kept, cast, attention, write = BYTES[name]
     assert strategy.token_bytes(glm) == 78 * kept
     assert tuple(strategy.moves(glm, P, L, R)) == (cast, attention, write)
@@ -63,7 +64,7 @@ def test_bytes_of_every_strategy(name):
 
 def test_published_traffic():
     """856.4 MB a layer and 66.8 GB a step in the case; 226.5 MB and 13.82 GB in sglang #35291."""
-    glm, r1 = geometry.load("glm-5"), geometry.load("deepseek-r1")
+    glm, r1 = load_model("glm-5"), load_model("deepseek-r1")
     full = parse("full_cast")
     assert full.moves(glm, P, 1, 1).cast_bytes / 1e6 == pytest.approx(856.4, abs=0.05)
     assert full.step_moves(glm, P, 1, 1).cast_bytes / 1e9 == pytest.approx(66.8, abs=0.05)
@@ -72,7 +73,7 @@ def test_published_traffic():
 
 
 def test_a_shadow_of_some_layers_is_full_cast_in_the_others():
-    glm, partly = geometry.load("glm-5"), parse("shadow(layers=26)")
+    glm, partly = load_model("glm-5"), parse("shadow(layers=26)")
     assert partly.token_bytes(glm) == 26 * 1728 + 52 * 576
     assert partly.step_moves(glm, P, L, R).cast_bytes == 52 * 1728 * P
     assert partly.scratch_bytes(glm, P, L) == 1152 * P
@@ -100,7 +101,7 @@ def test_names():
         "shadow(mirror=rough)",
         "shadow(layers=True)",
     ):
-        with pytest.raises(BadSize):
+        with pytest.raises(OutOfRange):
             parse(wrong)
 
 
@@ -209,7 +210,7 @@ def test_shadow_equals_full_cast_with_flashinfer(tiny, page_size):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_captured_step_replays_on_changed_contents(tiny, name):
     """Graph replay after `advance` and new rows equals an eager step: no stale index, no sync."""
-    from shadowkv_lab.measure import timing
+    from shadowkv_lab.steps import timing
 
     device = torch.device("cuda:0")
     if not runnable(name, device):

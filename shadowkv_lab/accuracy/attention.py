@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from shadowkv_lab.accuracy.storage import STORAGES, round_trip
-from shadowkv_lab.batch import make_batch
-from shadowkv_lab.errors import BadTensorFile
+from shadowkv_lab.errors import BadFile
+from shadowkv_lab.load import make_batch
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources.poolfile import PoolFile
 from shadowkv_lab.strategies import FullCast, Shadow, Strategy
@@ -82,16 +82,14 @@ def storage_attention(
     file: PoolFile, storages: Sequence[str] = tuple(STORAGES)
 ) -> list[AttentionError]:
     """What each storage alone does to attention, layer by layer; no kernel is involved."""
-    found, rank = [], file.geometry.kv_lora_rank
+    found, rank = [], file.model.kv_lora_rank
     for index, layer in enumerate(file.layers):
         q, positions = _queries(file, index)
         rows = file.rows(index)
-        wanted = exact(q, rows, positions, file.geometry.softmax_scale, rank)
+        wanted = exact(q, rows, positions, file.model.softmax_scale, rank)
         for name in storages:
-            ours = exact(
-                q, round_trip(rows, name, rank), positions, file.geometry.softmax_scale, rank
-            )
-            kept = file.geometry.row_bytes(STORAGES[name].row_bytes)
+            ours = exact(q, round_trip(rows, name, rank), positions, file.model.softmax_scale, rank)
+            kept = file.model.row_bytes(STORAGES[name].row_bytes)
             off, kl = relative(ours.out, wanted.out), divergence(wanted.log_p, ours.log_p)
             found.append(
                 AttentionError(name, layer, kept, off, off, 0.0, float(kl.mean()), float(kl.max()))
@@ -120,18 +118,18 @@ def attention_errors(
 
 
 def _error(file: PoolFile, strategy: Strategy, step: DecodeStep, index: int, layer: int):
-    geometry, pool = file.geometry, step.pool
-    positions, rank = file.extra("query_positions"), geometry.kv_lora_rank
+    model, pool = file.model, step.pool
+    positions, rank = file.extra("query_positions"), model.kv_lora_rank
     q = torch.cat([step.q_nope[index], step.q_pe[index]], -1).cpu()
     kept = pool.fp8[index] if pool.bf16[index] is None else pool.bf16[index]
     stored = kept[pool.page_size : pool.page_size + file.tokens].cpu()
-    wanted = exact(q, file.rows(index), positions, geometry.softmax_scale, rank)
-    ours = exact(q, stored, positions, geometry.softmax_scale, rank)
+    wanted = exact(q, file.rows(index), positions, model.softmax_scale, rank)
+    ours = exact(q, stored, positions, model.softmax_scale, rank)
     out, kl = step.out[index].cpu(), divergence(wanted.log_p, ours.log_p)
     return AttentionError(
         strategy.label,
         layer,
-        geometry.row_bytes("+".join(strategy.at(index).kinds)),
+        model.row_bytes("+".join(strategy.at(index).kinds)),
         relative(out, wanted.out),
         relative(ours.out, wanted.out),
         relative(out, ours.out),
@@ -149,11 +147,11 @@ def prepared(
     path as BF16, as an engine writes them.
     """
     layers = len(file.layers)
-    geometry = replace(file.geometry, layers=layers, index_layers=0)
+    model = replace(file.model, layers=layers, index_layers=0)
     pool = Pool(
-        geometry,
+        model,
         file.tokens,
-        strategy.storage(geometry),
+        strategy.storage(model),
         device=device,
         mirror=getattr(strategy, "mirror", "exact"),
     )
@@ -167,8 +165,8 @@ def prepared(
     step = DecodeStep(strategy, pool, batch, q.shape[1], backend=backend)
     for index in range(layers):
         q, _ = _queries(file, index)
-        step.q_nope[index].copy_(q[..., : geometry.kv_lora_rank])
-        step.q_pe[index].copy_(q[..., geometry.kv_lora_rank :])
+        step.q_nope[index].copy_(q[..., : model.kv_lora_rank])
+        step.q_pe[index].copy_(q[..., model.kv_lora_rank :])
     return step
 
 
@@ -176,7 +174,7 @@ def _queries(file: PoolFile, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Absorbed queries [Q, H, row] of a layer and their positions [Q]."""
     queries, positions = file.extra("queries", index), file.extra("query_positions")
     if queries is None or positions is None:
-        raise BadTensorFile(
+        raise BadFile(
             f"{file.name} has no queries",
             "pool files that shadowkv capture wrote",
             "Attention error needs real queries; a server's snapshot has rows alone",
@@ -204,8 +202,8 @@ def coherence(
                 *_queries(file, i)[:1],
                 file.rows(i),
                 _queries(file, i)[1],
-                file.geometry.softmax_scale,
-                file.geometry.kv_lora_rank,
+                file.model.softmax_scale,
+                file.model.kv_lora_rank,
             ).out
             for i in range(len(file.layers))
         ]

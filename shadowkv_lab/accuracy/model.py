@@ -9,8 +9,8 @@ import torch
 
 from shadowkv_lab.accuracy.attention import divergence
 from shadowkv_lab.accuracy.storage import STORAGES, calibrated_scale, round_trip
-from shadowkv_lab.errors import BadSize, KernelUnavailable
-from shadowkv_lab.hardware import version_of
+from shadowkv_lab.errors import CannotRun, OutOfRange
+from shadowkv_lab.machine import version_of
 from shadowkv_lab.sources import capture, checkpoint
 
 Progress = Callable[[str, float], None]
@@ -41,7 +41,7 @@ def quantised_cache(config, storage: str, scales: Sequence[float] | None = None)
         def update(self, latent, k_rope, layer_idx, *args, **options):
             rank = config.kv_lora_rank
             if latent.shape[-1] != rank:
-                raise KernelUnavailable(
+                raise CannotRun(
                     f"transformers {version_of('transformers')} caches expanded keys, no latents",
                     remedy="pip install 'transformers>=5.18'",
                 )
@@ -80,7 +80,9 @@ def model_errors(
         text = text.read_text(encoding="utf-8")
     ids = capture.tokenise(directory, text)[:max_tokens]
     if len(ids) < 2:
-        raise BadSize(f"A text of {len(ids)} tokens", "2 or more", "Nothing is predicted otherwise")
+        raise OutOfRange(
+            f"A text of {len(ids)} tokens", "2 or more", "Nothing is predicted otherwise"
+        )
     loaded = checkpoint.load_model(
         directory,
         head=True,
@@ -88,7 +90,7 @@ def model_errors(
         device=device,
         progress=lambda t, done: progress(t, 0.2 * done),
     )
-    capture.check_tokens(len(ids), loaded.geometry)
+    capture.check_tokens(len(ids), loaded.shape)
     share = 0.8 / (len(storages) + 1)
 
     def predict(cache, run: int, name: str) -> torch.Tensor:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 
 from shadowkv_lab.errors import UnknownName
-from shadowkv_lab.geometry import Geometry
 from shadowkv_lab.kernels.reference import FP8_MAX, to_fp8
+from shadowkv_lab.model import Model
 from shadowkv_lab.sources import formats
 from shadowkv_lab.sources.poolfile import PoolFile
 
@@ -17,7 +17,7 @@ class Storage(NamedTuple):
     """One way to keep a row."""
 
     title: str
-    row_bytes: str  # the key of `Geometry.row_bytes`
+    row_bytes: str  # the key of `Model.row_bytes`
 
 
 STORAGES = {
@@ -72,15 +72,13 @@ def storage_errors(file: PoolFile, storages=tuple(STORAGES)) -> list[StorageErro
         error
         for index, layer in enumerate(file.layers)
         for storage in storages
-        for error in errors_of(file.rows(index, 0, SAMPLE_TOKENS), storage, file.geometry, layer)
+        for error in errors_of(file.rows(index, 0, SAMPLE_TOKENS), storage, file.model, layer)
     ]
 
 
-def errors_of(
-    rows: torch.Tensor, storage: str, geometry: Geometry, layer: int = 0
-) -> list[StorageError]:
+def errors_of(rows: torch.Tensor, storage: str, model: Model, layer: int = 0) -> list[StorageError]:
     """Latent and rope error of one layer's rows [T, row]."""
-    rank = geometry.kv_lora_rank
+    rank = model.kv_lora_rank
     scale = calibrated_scale(rows) if storage == "fp8_scaled" else 1.0
     exact, stored = rows.double(), round_trip(rows, storage, rank, scale).double()
     found = []
@@ -92,7 +90,7 @@ def errors_of(
                 storage,
                 layer,
                 part,
-                geometry.row_bytes(STORAGES[storage].row_bytes),
+                model.row_bytes(STORAGES[storage].row_bytes),
                 scale,
                 relative_l2=float((b - a).norm() / a.norm()),
                 cosine=float(torch.cosine_similarity(a, b, dim=1).mean()),
@@ -109,7 +107,7 @@ def channel_errors(file: PoolFile, storage: str) -> torch.Tensor:
     found = []
     for index in range(len(file.layers)):
         exact = file.rows(index, 0, SAMPLE_TOKENS)
-        stored = round_trip(exact, storage, file.geometry.kv_lora_rank).double()
+        stored = round_trip(exact, storage, file.model.kv_lora_rank).double()
         exact = exact.double()
         found.append((stored - exact).norm(dim=0) / exact.norm(dim=0).clamp(min=formats.TINY))
     return torch.stack(found)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shadowkv_lab.errors import BadSize, LabError
+from shadowkv_lab.errors import LabError, OutOfRange
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 # Into a file or a pipe, tables are wide enough not to be folded. Names may have brackets in them,
@@ -33,13 +33,13 @@ def main() -> None:
 
 
 def integers(text: str, what: str) -> list[int]:
-    """Whole numbers from a comma-separated list; raises `BadSize`."""
+    """Whole numbers from a comma-separated list; raises `OutOfRange`."""
     try:
         values = [int(part.replace("_", "")) for part in text.split(",")]
     except ValueError:
-        raise BadSize(f"{what} {text!r}", "whole numbers, separated by commas") from None
+        raise OutOfRange(f"{what} {text!r}", "whole numbers, separated by commas") from None
     if any(value < 1 for value in values):
-        raise BadSize(f"{what} {text!r}", "1 or more")
+        raise OutOfRange(f"{what} {text!r}", "1 or more")
     return values
 
 

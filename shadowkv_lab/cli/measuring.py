@@ -36,13 +36,13 @@ def rules(
     as_json: AsJson = False,
 ) -> None:
     """Say which attention backends can serve a model on a GPU, which not, and by which rule."""
-    from shadowkv_lab import geometry, hardware
-    from shadowkv_lab.kernels import rules
+    from shadowkv_lab import machine, rules
+    from shadowkv_lab.model import load_model
 
-    shape = geometry.load(model)
+    shape = load_model(model)
     table = rules.compatibility(
         rules.Serving(
-            compute_capability=hardware.card(gpu).compute_capability,
+            compute_capability=machine.card(gpu).compute_capability,
             kv_dtype=kv_dtype,
             heads=heads or shape.heads_per_gpu(8),
             page_size=page_size,
@@ -90,18 +90,20 @@ def measure(
     """Measure decode steps of each strategy on this machine, and check their outputs."""
     import pandas as pd
 
-    from shadowkv_lab import geometry, hardware
-    from shadowkv_lab.measure import decode, records
+    from shadowkv_lab import machine
+    from shadowkv_lab.model import load_model
+    from shadowkv_lab.steps import measure as decode
+    from shadowkv_lab.steps import records
     from shadowkv_lab.strategies import STRATEGIES, parse_list
 
-    shape = geometry.load(model)
+    shape = load_model(model)
     loads = [
         (c, n) for c in integers(concurrency, "concurrency") for n in integers(context, "context")
     ]
     bench = decode.Bench(
         shape,
         heads or shape.heads_per_gpu(8),
-        hardware.as_device(device),
+        machine.as_device(device),
         backend=backend,
         page_size=page_size,
         order=order,
@@ -169,11 +171,14 @@ def bench_kernels(
     as_json: AsJson = False,
 ) -> None:
     """Time each kernel beside its peers and this run's copy bandwidth."""
-    from shadowkv_lab import geometry, hardware
-    from shadowkv_lab.measure import decode, kernels, records
-    from shadowkv_lab.measure import tune as tuning
+    from shadowkv_lab import machine
+    from shadowkv_lab.model import load_model
+    from shadowkv_lab.steps import bench as kernels
+    from shadowkv_lab.steps import measure as decode
+    from shadowkv_lab.steps import records
+    from shadowkv_lab.steps import tune as tuning
 
-    shape, where = geometry.load(model), hardware.as_device(device)
+    shape, where = load_model(model), machine.as_device(device)
     counts = tuple(integers(heads, "heads")) if heads else None
     with progress(quiet=as_json) as report:
         if tune:

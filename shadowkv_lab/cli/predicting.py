@@ -87,7 +87,8 @@ def budget(
     as_json: AsJson = False,
 ) -> None:
     """Say what fits: memory term by term, and each strategy's tokens and requests."""
-    from shadowkv_lab.predict import budget, logs
+    from shadowkv_lab import budget
+    from shadowkv_lab.server import logs
 
     options = dict(
         tensor_parallel=tensor_parallel,
@@ -127,7 +128,7 @@ def budget(
         left_gib="left GiB",
         fits="fits",
     )
-    show(table.to_dict("records"), columns, f"{plan.geometry.name} on {plan.card.title}")
+    show(table.to_dict("records"), columns, f"{plan.model.name} on {plan.card.title}")
 
 
 @app.command()
@@ -141,7 +142,7 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict each strategy's step on a card, with the provenance of every phase."""
-    from shadowkv_lab.predict import step
+    from shadowkv_lab.steps import predict as step
 
     rows = []
     for found in step.predict_all(model, gpu, pool_tokens, concurrency, context, heads=heads):
@@ -175,7 +176,7 @@ def reproduce(
 
     Exit status 1 if a strategy fails its check or a derived figure leaves its published one.
     """
-    from shadowkv_lab.predict import reproduce
+    from shadowkv_lab.glm5 import reproduce
 
     with progress(quiet=False) as report:
         found = reproduce.run(
@@ -232,7 +233,8 @@ def compare(
 
     A folder holds one run's *.jsonl, *.log and trace (*.json or *.json.gz).
     """
-    from shadowkv_lab.predict import compare, profiled
+    from shadowkv_lab.server import compare
+    from shadowkv_lab.steps import trace as profiled
 
     found = compare.compare(
         compare.read(before, log=before_log, trace=before_trace),

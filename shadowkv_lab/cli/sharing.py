@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shadowkv_lab.cli import app, console, progress
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import OutOfRange
 
 
 @app.command()
@@ -67,7 +67,7 @@ def run_notebook(
     for text in parameter or []:
         name, equals, value = text.partition("=")
         if not equals:
-            raise BadSize(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
+            raise OutOfRange(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
         values[name] = _value(value)
     console.print(f"wrote {notebooks.execute(notebook, output, values)}")
 

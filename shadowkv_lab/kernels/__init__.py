@@ -11,11 +11,12 @@ from typing import Protocol
 
 import torch
 
-from shadowkv_lab.batch import Batch
-from shadowkv_lab.errors import BackendCannotRun, KernelUnavailable, UnknownName
-from shadowkv_lab.geometry import Geometry
-from shadowkv_lab.hardware import version_of
-from shadowkv_lab.kernels import reference, rules
+from shadowkv_lab import rules
+from shadowkv_lab.errors import CannotRun, UnknownName
+from shadowkv_lab.kernels import reference
+from shadowkv_lab.load import Batch
+from shadowkv_lab.machine import version_of
+from shadowkv_lab.model import Model
 
 BACKENDS = ("auto", "reference", "flashinfer_fa2", "flashinfer_fa3")
 
@@ -36,7 +37,7 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
     """The attention kernel for what a strategy reads ("bf16", "native_fp8" or "fused_fp8").
 
     `backend` chooses who reads BF16. "auto" is flashinfer on a GPU and the reference on a CPU;
-    where flashinfer is missing, `KernelUnavailable` names the remedy instead of falling back.
+    where flashinfer is missing, `CannotRun` names the remedy instead of falling back.
     """
     if backend not in BACKENDS:
         raise UnknownName("backend", backend, BACKENDS)
@@ -50,11 +51,11 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
 
 
 def check(
-    reads: str, device: torch.device, backend: str, geometry: Geometry, heads: int, page_size: int
+    reads: str, device: torch.device, backend: str, model: Model, heads: int, page_size: int
 ) -> None:
     """Raise before anything is allocated if the kernel that `attention` would give cannot run.
 
-    `BackendCannotRun` names the rule that fails, `KernelUnavailable` what is missing.
+    `CannotRun` names the rule that fails, `CannotRun` what is missing.
     """
     kernel = attention(reads, device, backend)  # its constructor looks for library and device
     if kernel.name == "reference":
@@ -65,15 +66,15 @@ def check(
         kv_dtype="bf16" if reads == "bf16" else "fp8_e4m3",
         heads=heads,
         page_size=page_size,
-        qk_nope_head_dim=geometry.qk_nope_head_dim,
-        kv_lora_rank=geometry.kv_lora_rank,
-        qk_rope_head_dim=geometry.qk_rope_head_dim,
-        dsa=geometry.dsa,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        dsa=model.dsa,
     )
     installed = {"flashinfer": version} if (version := version_of("flashinfer-python")) else None
     if failed := rules.check(rule_name.get(reads, kernel.name), serving, installed):
-        raise BackendCannotRun(
-            f"{kernel.name} cannot serve {geometry.name} here: {failed[0]}",
+        raise CannotRun(
+            f"{kernel.name} cannot serve {model.name} here: {failed[0]}",
             remedy=failed[0].remedy or "shadowkv rules shows who can",
         )
 
@@ -86,9 +87,9 @@ def mover(name: str, device: torch.device) -> Callable:
 
 
 def require(module: str, device: torch.device) -> None:
-    """Raise `KernelUnavailable` with the remedy if a Triton kernel cannot run on a device."""
+    """Raise `CannotRun` with the remedy if a Triton kernel cannot run on a device."""
     if problem := triton_problem(device):
-        raise KernelUnavailable(
+        raise CannotRun(
             f"The Triton kernel {module!r} cannot run: {problem}",
             "an NVIDIA GPU with triton installed",
             "Choose another strategy, or run it on a GPU machine",

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shadowkv_lab.batch import Batch
 from shadowkv_lab.kernels.decode_pairs import pairs_kernel
 from shadowkv_lab.kernels.decode_words import RANK, words_kernel
 from shadowkv_lab.kernels.launch import LaunchRow, launch_row, multiprocessors
+from shadowkv_lab.load import Batch
 
 COMBINE_VALUES = 4096  # of a combine program: 32 a thread
 LOG2E = 1.4426950408889634

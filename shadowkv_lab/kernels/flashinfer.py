@@ -5,19 +5,19 @@ import os
 
 import torch
 
-from shadowkv_lab.batch import Batch
-from shadowkv_lab.errors import BackendCannotRun, KernelUnavailable
+from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.load import Batch
 
 WORKSPACE_BYTES = 128 << 20  # flashinfer's recommended size for split-KV partial results
 REMEDY = "pip install 'shadowkv-lab[gpu]', or ask for the slow reference with --backend reference"
 
 
 def library():
-    """The flashinfer module; raises `KernelUnavailable` naming what is missing."""
+    """The flashinfer module; raises `CannotRun` naming what is missing."""
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
-        raise KernelUnavailable(f"flashinfer cannot be imported ({error})", remedy=REMEDY) from None
+        raise CannotRun(f"flashinfer cannot be imported ({error})", remedy=REMEDY) from None
 
 
 class FlashInferAttention:
@@ -30,7 +30,7 @@ class FlashInferAttention:
 
     def __init__(self, variant: str, reads: str, device: torch.device):
         if device.type != "cuda":
-            raise KernelUnavailable(
+            raise CannotRun(
                 f"flashinfer needs an NVIDIA GPU, this is {device}",
                 remedy="Use --backend reference"
                 if reads == "bf16"
@@ -74,10 +74,10 @@ class FlashInferAttention:
                 kv_data_type=kv_dtype,
             )
         except ValueError as error:
-            raise BackendCannotRun(f"{self.name}: {error}", remedy="See shadowkv rules") from error
+            raise CannotRun(f"{self.name}: {error}", remedy="See shadowkv rules") from error
         except (RuntimeError, OSError) as error:
             nvcc = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-            raise KernelUnavailable(
+            raise CannotRun(
                 f"{self.name} could not be compiled or planned: {str(error)[-400:]}",
                 remedy=f"shadowkv doctor checks nvcc ({nvcc}) and ninja; or --backend reference",
             ) from error

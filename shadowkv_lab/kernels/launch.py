@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shadowkv_lab import data
+from shadowkv_lab import facts
 
 SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
 FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
@@ -68,7 +68,7 @@ def own_architecture(device: torch.device) -> str:
 
 def architecture(device: torch.device) -> str:
     """The architecture whose table a device takes: its own or the nearest lower that has one."""
-    known = sorted(int(p.stem.split("_")[1]) for p in (data.DATA / "launch").glob("sm_*.json"))
+    known = sorted(int(p.stem.split("_")[1]) for p in (facts.DATA / "launch").glob("sm_*.json"))
     return f"sm_{max([k for k in known if k <= _sm(device)], default=known[0])}"
 
 
@@ -93,7 +93,7 @@ def save(arch: str, table: list[LaunchRow]) -> Path:
 
 
 def _file(arch: str) -> Path:
-    return data.DATA / "launch" / f"{arch}.json"
+    return facts.DATA / "launch" / f"{arch}.json"
 
 
 @cache

@@ -5,7 +5,7 @@ Each Triton kernel and each library kernel is tested against the functions here.
 
 import torch
 
-from shadowkv_lab.batch import Batch
+from shadowkv_lab.load import Batch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3 value

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shadowkv_lab import geometry
+from shadowkv_lab.model import load_model
 from shadowkv_lab.serving import traces, traffic
 from shadowkv_lab.serving.simulate import PREFILL_TOKENS_PER_S, Engine, simulate
 from shadowkv_lab.serving.steps import Step
@@ -33,7 +33,7 @@ class Timing(NamedTuple):
 
 def engine(storage: str) -> Engine:
     """The case's card with a pool of one storage: attention reads it at the datasheet's speed."""
-    model = geometry.load("glm-5")
+    model = load_model("glm-5")
     reads = "bf16" if storage == "fp8+bf16" else storage
     ms_per_token = model.token_bytes(reads, index=False) / GB_PER_S / 1e6
     step = Step(lambda running, live: REST_MS + ms_per_token * live)

@@ -1,6 +1,6 @@
 """The pool's pages as a serving engine counts them: who may come in, and when it is full."""
 
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import OutOfRange
 
 
 class BlockManager:
@@ -14,12 +14,12 @@ class BlockManager:
 
     def __init__(self, capacity_tokens: int, page_tokens: int = 1, watermark: float = 0.01):
         if page_tokens < 1 or capacity_tokens < page_tokens:
-            raise BadSize(
+            raise OutOfRange(
                 f"A pool of {capacity_tokens:,} tokens in pages of {page_tokens}",
                 "pages of 1 token or more, at least one of them",
             )
         if not 0 <= watermark < 1:
-            raise BadSize(f"A watermark of {watermark}", "a share from 0 up to, not with, 1")
+            raise OutOfRange(f"A watermark of {watermark}", "a share from 0 up to, not with, 1")
         self.page_tokens = page_tokens
         self.total = self.free = capacity_tokens // page_tokens
         self.reserve = int(watermark * self.total)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from shadowkv_lab.errors import BadSize, LoadDoesNotFit
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.serving.steps import StepTime
 
 
@@ -24,7 +24,7 @@ class Contender:
     def running(self, concurrency: int, context: int) -> int:
         """How many of `concurrency` requests of `context` live tokens fit at once."""
         if concurrency < 1 or context < 1:
-            raise BadSize(f"{concurrency} requests of {context} tokens", "1 or more of each")
+            raise OutOfRange(f"{concurrency} requests of {context} tokens", "1 or more of each")
         return min(concurrency, self.capacity_tokens // context)
 
     def tokens_per_s(self, concurrency: int, context: int) -> float:
@@ -50,10 +50,10 @@ class Point(NamedTuple):
 
 
 def point(contender: Contender, concurrency: int, context: int) -> Point:
-    """The closed form; raises `LoadDoesNotFit` for a pool that holds not one request."""
+    """The closed form; raises `DoesNotFit` for a pool that holds not one request."""
     running = contender.running(concurrency, context)
     if not running:
-        raise LoadDoesNotFit(
+        raise DoesNotFit(
             f"{contender.name} keeps {contender.capacity_tokens:,} tokens, below one request "
             f"of {context:,}",
             f"contexts up to {contender.capacity_tokens:,}",

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shadowkv_lab import data, hardware
-from shadowkv_lab.errors import BackendCannotRun, LoadDoesNotFit, NoPrediction, UnknownName
-from shadowkv_lab.geometry import Geometry, load
-from shadowkv_lab.predict.budget import budget
-from shadowkv_lab.predict.rest import Rest, rest_from
-from shadowkv_lab.predict.step import StepTime as Prediction
-from shadowkv_lab.predict.step import step_time
+from shadowkv_lab import facts, machine
+from shadowkv_lab.budget import budget
+from shadowkv_lab.errors import CannotRun, DoesNotFit, NoAnswer, UnknownName
+from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.serving.closed_form import Contender
 from shadowkv_lab.serving.simulate import Engine
 from shadowkv_lab.serving.steps import StepTime, piecewise, weakest
+from shadowkv_lab.steps.predict import StepTime as Prediction
+from shadowkv_lab.steps.predict import step_time
+from shadowkv_lab.steps.rest import Rest, rest_from
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
 
 WANTED = ("full_cast", "bf16_pool", "shadow", "fused_fp8")
@@ -36,7 +36,7 @@ class ByBytes:
     """
 
     strategy: Strategy
-    geometry: Geometry
+    model: Model
     pool_tokens: int
     gb_per_s: float
     cast_gb_per_s: float
@@ -45,8 +45,8 @@ class ByBytes:
 
     def __call__(self, running: int, live_tokens: float) -> float:
         ms = self.rest(running)
-        for strategy, count in Counter(map(self.strategy.at, range(self.geometry.layers))).items():
-            moves = strategy.moves(self.geometry, self.pool_tokens, live_tokens, running)
+        for strategy, count in Counter(map(self.strategy.at, range(self.model.layers))).items():
+            moves = strategy.moves(self.model, self.pool_tokens, live_tokens, running)
             ms += count * moves.cast_bytes / self.cast_gb_per_s / 1e6
             ms += count * (moves.attention_bytes + moves.write_bytes) / self.gb_per_s / 1e6
         return ms
@@ -65,13 +65,13 @@ class Predicted:
 
     def knots(self, running: int) -> tuple[list[float], list[float]]:
         # Whole tokens a request: a prediction checks that they fit.
-        each = min(self.step.pool_tokens // running, self.step.geometry.max_positions)
+        each = min(self.step.pool_tokens // running, self.step.model.max_positions)
         live = running * np.unique(np.geomspace(1, max(1, each), KNOTS).round())
         return live.tolist(), [self(running, at) for at in live.tolist()]
 
 
 def anchored_rest(
-    anchor: str, geometry: Geometry, card: hardware.Card, tensor_parallel: int = 8
+    anchor: str, geometry: Model, card: machine.Card, tensor_parallel: int = 8
 ) -> Rest:
     """The rest of a step by running requests, from one of `ANCHORS`: always assumed.
 
@@ -80,7 +80,7 @@ def anchored_rest(
     """
     if anchor not in ANCHORS:
         raise UnknownName("anchor of the rest", anchor, ANCHORS)
-    case, seen = (data.find("published", "published result", name) for name in ("case", anchor))
+    case, seen = (facts.find("published", "published result", name) for name in ("case", anchor))
     strategy, pool = parse("bf16_pool"), case["pool_tokens"] // 2
     if anchor == "case":
         strategy, pool, tpot_ms = parse("full_cast"), case["pool_tokens"], case["before"]["tpot_ms"]
@@ -90,15 +90,15 @@ def anchored_rest(
         pool, tpot_ms = seen["bf16_pool"]["pool_tokens"], seen["bf16_pool"]["step_ms"]
     # Which of the two cards the case has is not reported; the slower leaves the smaller rest.
     gpu = seen.get("gpu", case["gpu"])
-    there = hardware.card(gpu if isinstance(gpu, str) else gpu[-1])
-    model = load(seen["model"])
+    there = machine.card(gpu if isinstance(gpu, str) else gpu[-1])
+    model = load_model(seen["model"])
     bare = _step(strategy, model, there, pool, Rest(0.0, experts=0), model.heads_per_gpu(8))
     step_ms = bare(1, case["default_context"])
     return rest_from(tpot_ms, step_ms, geometry, card, tensor_parallel=tensor_parallel)
 
 
 def contenders(
-    model: "str | Geometry" = "glm-5",
+    model: "str | Model" = "glm-5",
     card: str = "rtx-pro-6000-server",
     strategies: "Sequence[str | Strategy] | None" = None,
     *,
@@ -110,22 +110,26 @@ def contenders(
 ) -> list[Contender]:
     """Each strategy with its capacity on this card and its step.
 
-    Raises `LoadDoesNotFit`, and `BackendCannotRun` for a strategy that no kernel serves there.
+    Raises `DoesNotFit`, and `CannotRun` for a strategy that no kernel serves there.
 
     `rest` is your own; else `anchor` names a published one. `kv_gib` is a log's KV size; without
     it the case's model and card have the case's 25.49 GiB, and others what the engine's rule
     leaves. `options` are those of `predict.budget.budget`. Where no recorded run bears on a
     strategy, its step is `ByBytes`.
     """
-    geometry, card = load(model), hardware.card(card)
-    case = data.find("published", "published result", "case")
-    if kv_gib is None and card.name in case["gpu"] and geometry.name == load(case["model"]).name:
+    geometry, card = load_model(model), machine.card(card)
+    case = facts.find("published", "published result", "case")
+    if (
+        kv_gib is None
+        and card.name in case["gpu"]
+        and geometry.name == load_model(case["model"]).name
+    ):
         kv_gib = case["pool_gib"]
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
     heads = geometry.heads_per_gpu(tensor_parallel)
     for s in chosen:
         if why := s.barred(geometry, heads, card.compute_capability):
-            raise BackendCannotRun(f"{s.title} on {card.title}: {why}", remedy="Leave it out")
+            raise CannotRun(f"{s.title} on {card.title}: {why}", remedy="Leave it out")
     plan = budget(geometry, card, tensor_parallel, strategies=chosen, kv_gib=kv_gib, **options)
     rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
     return [
@@ -139,22 +143,22 @@ def contenders(
 def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:
     """Predicted where recorded runs bear on it, by bytes where none does."""
     if not tokens:
-        raise LoadDoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
+        raise DoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
     predicted = step_time(strategy, geometry, card.name, tokens, heads=heads, rest=rest)
     many = min(64, tokens)
     each = min(tokens // many, geometry.max_positions)
     try:
         ends = [predicted.at(1, min(1024, tokens)), predicted.at(many, many * each)]
-    except NoPrediction:
+    except NoAnswer:
         cast = _cast_gb_per_s(card)
         return ByBytes(strategy, geometry, tokens, card.bandwidth_gb_per_s, cast, rest)
     return Predicted(predicted, weakest([*(p.provenance for p in ends), rest.provenance]))
 
 
-def _cast_gb_per_s(card: hardware.Card) -> float:
+def _cast_gb_per_s(card: machine.Card) -> float:
     """torch's copy kernel at the case's own speed, 1.03 TB/s: it is not bound by memory."""
-    case = data.find("published", "published result", "case")
-    moves = parse("full_cast").step_moves(load(case["model"]), case["pool_tokens"], 0, 0)
+    case = facts.find("published", "published result", "case")
+    moves = parse("full_cast").step_moves(load_model(case["model"]), case["pool_tokens"], 0, 0)
     return min(moves.cast_bytes / case["cast_ms"] / 1e6, card.bandwidth_gb_per_s)
 
 

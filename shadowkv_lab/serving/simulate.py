@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.serving.blocks import BlockManager
 from shadowkv_lab.serving.results import Log, Results
 from shadowkv_lab.serving.scheduler import Request, Scheduler
@@ -40,10 +40,10 @@ class Engine:
 
     def __post_init__(self):
         if self.prefill_tokens_per_s <= 0:
-            raise BadSize(f"A prefill of {self.prefill_tokens_per_s} tokens/s", "above 0")
+            raise OutOfRange(f"A prefill of {self.prefill_tokens_per_s} tokens/s", "above 0")
         if self.chunk_tokens < 1 or self.max_running < 1:
             what = f"A chunk of {self.chunk_tokens} tokens, {self.max_running} running requests"
-            raise BadSize(what, "1 or more of each")
+            raise OutOfRange(what, "1 or more of each")
         self.blocks()
 
     def blocks(self) -> BlockManager:
@@ -78,7 +78,7 @@ def simulate(
     Where nothing is prefilled, nothing changes but time until a request ends, the pool is full,
     or somebody arrives at an empty queue: `leap` crosses such steps at once, to the same results.
     A request longer than the pool is refused, reported, and does not hold up the rest. Prompts
-    share no prefix. Raises `CannotBeServed` if the traffic asks for more prompt tokens/s than
+    share no prefix. Raises `DoesNotFit` if the traffic asks for more prompt tokens/s than
     `engine` prefills, unless `overload`. `observe(now, scheduler)` is called at each event.
     """
     if not overload:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import OutOfRange
 
 # Time is counted in whole femtoseconds, so that k steps at once equal k steps, bit for bit.
 FS_PER_MS = 10**12
@@ -57,7 +57,7 @@ class PiecewiseLinear:
 
     A step that brings `knots(running) -> (live tokens, ms)` is taken at its word; any other is
     asked at `knots`: one that is linear in live tokens needs two, and is met to the femtosecond.
-    Beyond the last knot the last line goes on. Raises `BadSize` for knots out of order and for a
+    Beyond the last knot the last line goes on. Raises `OutOfRange` for knots out of order and for a
     step time that is not above 0.
     """
 
@@ -65,7 +65,7 @@ class PiecewiseLinear:
         self.step, self.provenance = step, step.provenance
         self.knots = list(knots)
         if len(self.knots) < 2 or self.knots[0] < 0 or sorted(set(self.knots)) != self.knots:
-            raise BadSize(f"Knots {self.knots[:5]}", "two or more rising counts of live tokens")
+            raise OutOfRange(f"Knots {self.knots[:5]}", "two or more rising counts of live tokens")
         self._lines: dict[int, tuple[list[float], list[Line]]] = {}
 
     def __call__(self, running: int, live_tokens: int) -> float:
@@ -87,7 +87,7 @@ class PiecewiseLinear:
             live = [running, *(k for k in self.knots if k > running)]
             ms = [self.step(running, at) for at in live]
         if not min(ms) * FS_PER_MS >= 1:
-            raise BadSize(f"A step of {min(ms)} ms at {running} requests", "above 0 ms")
+            raise OutOfRange(f"A step of {min(ms)} ms at {running} requests", "above 0 ms")
         if len(live) == 1:
             return [live[0]], [Line(round(ms[0] * FS_PER_MS), 0, ENDLESS)]
         lines = []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shadowkv_lab.errors import BadTrace
+from shadowkv_lab.errors import BadFile
 from shadowkv_lab.serving.traffic import Traffic
 
 
@@ -47,22 +47,22 @@ def load(path: "str | Path") -> Traffic:
 
     Azure: `TIMESTAMP,ContextTokens,GeneratedTokens`. Mooncake: an object a line with `timestamp`
     (ms), `input_length`, `output_length`; its shared prefixes (`hash_ids`) are not used. The
-    first request arrives at 0 s. Raises `BadTrace` with file and line.
+    first request arrives at 0 s. Raises `BadFile` with file and line.
     """
     path = Path(path)
     try:
         with _open(path) as lines:
             return _read(path.name, lines)
     except FileNotFoundError:
-        raise BadTrace(f"There is no trace {path}", "a CSV or JSONL file, or its .gz") from None
+        raise BadFile(f"There is no trace {path}", "a CSV or JSONL file, or its .gz") from None
     except IsADirectoryError:
-        raise BadTrace(f"{path} is a folder", "a CSV or JSONL file, or its .gz") from None
+        raise BadFile(f"{path} is a folder", "a CSV or JSONL file, or its .gz") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         remedy = "Fetch it again, or name it without .gz"
-        raise BadTrace(f"{path.name} is no whole gzip file ({error})", "", remedy) from None
+        raise BadFile(f"{path.name} is no whole gzip file ({error})", "", remedy) from None
     except UnicodeDecodeError:
         remedy = "If it is gzip, let its name end in .gz"
-        raise BadTrace(f"{path.name} is not text", "a UTF-8 CSV or JSONL file", remedy) from None
+        raise BadFile(f"{path.name} is not text", "a UTF-8 CSV or JSONL file", remedy) from None
 
 
 def _open(path: Path):
@@ -75,7 +75,7 @@ def _read(name: str, lines: Iterable[str]) -> Traffic:
     numbered = ((i, line) for i, line in enumerate(lines, 1) if line.strip())
     first = next(numbered, None)
     if first is None:
-        raise BadTrace(f"{name} is empty", "a header and one request, or more")
+        raise BadFile(f"{name} is empty", "a header and one request, or more")
     if first[1].lstrip().startswith("{"):
         kind, records = _from_json(name, first, numbered)
     else:
@@ -86,21 +86,21 @@ def _read(name: str, lines: Iterable[str]) -> Traffic:
             at = kind.seconds(time)
         except (TypeError, ValueError):
             what = "no time" if time in (None, "") else f"the time {time!r}"
-            raise BadTrace(
+            raise BadFile(
                 f"{name}, line {i}: {what}", f"a {kind.columns[0]} of {kind.title}"
             ) from None
         if not np.isfinite(at):
-            raise BadTrace(f"{name}, line {i}: the time {time!r}", "a finite time")
+            raise BadFile(f"{name}, line {i}: the time {time!r}", "a finite time")
         if times and at < times[-1]:
             remedy = "Sort the file by time"
-            raise BadTrace(
+            raise BadFile(
                 f"{name}, line {i}: earlier than the line before it", "rising times", remedy
             )
         times.append(at)
         prompts.append(_length(name, i, kind.columns[1], prompt))
         outputs.append(_length(name, i, kind.columns[2], output))
     if not times:
-        raise BadTrace(f"{name} has a header and no request", "1 or more")
+        raise BadFile(f"{name} has a header and no request", "1 or more")
     arrival = np.array(times) - times[0]
     return Traffic(
         name, arrival, np.array(prompts), np.array(outputs), None, f"{kind.title} {name}"
@@ -113,12 +113,12 @@ def _length(name: str, line: int, column: str, value: object) -> int:
     except (TypeError, ValueError):
         tokens = None
     if tokens is None or tokens < 1:
-        raise BadTrace(f"{name}, line {line}: {column} is {value!r}", "a whole number, 1 or more")
+        raise BadFile(f"{name}, line {line}: {column} is {value!r}", "a whole number, 1 or more")
     return tokens
 
 
 def recognise(name: str, columns: Iterable[str]) -> Format:
-    """The format that has these columns; raises `BadTrace` naming the nearest and what it lacks."""
+    """The format that has these columns; raises `BadFile` naming the nearest and what it lacks."""
     columns = list(columns)
     for kind in FORMATS:
         if set(kind.columns) <= set(columns):
@@ -126,7 +126,7 @@ def recognise(name: str, columns: Iterable[str]) -> Format:
     lower = {str(c).strip().lower() for c in columns}
     nearest = max(FORMATS, key=lambda kind: len(lower & {c.lower() for c in kind.columns}))
     missing = ", ".join(c for c in nearest.columns if c not in columns)
-    raise BadTrace(
+    raise BadFile(
         f"{name} has the columns {', '.join(map(str, columns[:8]))}; nearest is {nearest.title}, "
         f"of which {missing} is missing",
         "; ".join(f"{kind.title} ({','.join(kind.columns)})" for kind in FORMATS),
@@ -143,7 +143,7 @@ def _from_csv(name, first, numbered) -> tuple[Format, Iterator]:
         for i, line in numbered:
             row = next(csv.reader([line]))
             if len(row) <= max(places):
-                raise BadTrace(f"{name}, line {i}: {len(row)} fields", f"{len(header)}")
+                raise BadFile(f"{name}, line {i}: {len(row)} fields", f"{len(header)}")
             yield i, [row[place] for place in places]
 
     return kind, records()
@@ -165,7 +165,7 @@ def _object(name: str, line: int, text: str) -> dict:
     except ValueError:
         entry = None
     if not isinstance(entry, dict):
-        raise BadTrace(
+        raise BadFile(
             f"{name}, line {line} is not a JSON object", "an object a line", "Is it cut short?"
         )
     return entry

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shadowkv_lab import data
-from shadowkv_lab.errors import BadSize, BadTrace, CannotBeServed
+from shadowkv_lab import facts
+from shadowkv_lab.errors import BadFile, DoesNotFit, OutOfRange
 
 
 class Demand(NamedTuple):
@@ -21,7 +21,7 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Requests in the order of arrival. Raises `BadTrace` for times or lengths that cannot be.
+    """Requests in the order of arrival. Raises `BadFile` for times or lengths that cannot be.
 
     `arrival_s` are seconds from the start. With `concurrency` the loop is closed: so many
     requests are under way, and the next is sent when one ends; `arrival_s` is not used then.
@@ -37,19 +37,19 @@ class Traffic:
     def __post_init__(self):
         count = len(self.arrival_s)
         if not count:
-            raise BadTrace(f"{self.name} has no requests", "1 or more")
+            raise BadFile(f"{self.name} has no requests", "1 or more")
         if len(self.prompt_tokens) != count or len(self.output_tokens) != count:
-            raise BadTrace(f"{self.name} has columns of different lengths", f"{count} each")
+            raise BadFile(f"{self.name} has columns of different lengths", f"{count} each")
         for what, lengths in (("prompt", self.prompt_tokens), ("output", self.output_tokens)):
             if lengths.min() < 1:
                 at = int(np.argmin(lengths))
-                raise BadTrace(
+                raise BadFile(
                     f"{self.name}: request {at} has {lengths[at]} {what} tokens", "1 or more"
                 )
         if not np.isfinite(self.arrival_s).all() or (np.diff(self.arrival_s) < 0).any():
-            raise BadTrace(f"{self.name}: arrivals do not rise, or are missing", "", "Sort them")
+            raise BadFile(f"{self.name}: arrivals do not rise, or are missing", "", "Sort them")
         if self.concurrency is not None and self.concurrency < 1:
-            raise BadSize(f"A closed loop of {self.concurrency} requests", "1 or more")
+            raise OutOfRange(f"A closed loop of {self.concurrency} requests", "1 or more")
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -73,7 +73,7 @@ class Traffic:
     def scaled(self, rate: float = 1.0, length: float = 1.0) -> "Traffic":
         """`rate` times as many requests a second, `length` times as long (at least 1 token)."""
         if not (0 < rate < np.inf and 0 < length < np.inf):
-            raise BadSize(f"Scaled by {rate} in rate, {length} in length", "above 0")
+            raise OutOfRange(f"Scaled by {rate} in rate, {length} in length", "above 0")
         prompt, output = (
             np.maximum(1, np.rint(lengths * length)).astype(np.int64)
             for lengths in (self.prompt_tokens, self.output_tokens)
@@ -90,13 +90,13 @@ class Traffic:
 
 
 def require_servable(traffic: Traffic, prefill_tokens_per_s: float) -> None:
-    """Raise `CannotBeServed` if no strategy can: the prompts alone take more than all the time."""
+    """Raise `DoesNotFit` if no strategy can: the prompts alone take more than all the time."""
     demand = traffic.demand
     if demand is None or np.isinf(demand.requests_per_s):  # a loop, or one burst: it only queues
         return
     asked = demand.prompt_tokens_per_s
     if asked > prefill_tokens_per_s:
-        raise CannotBeServed(
+        raise DoesNotFit(
             f"{traffic.name} asks for {asked:,.0f} prompt tokens/s, more than the "
             f"{prefill_tokens_per_s:,.0f} that prefill makes: no strategy can serve it",
             f"up to {prefill_tokens_per_s:,.0f} prompt tokens/s, and less with decoding beside it",
@@ -123,12 +123,12 @@ class Lengths:
             shares, tokens = zip(*pairs, strict=True)
             rising = all(a < b for a, b in pairwise(shares))
             if not rising or min(tokens) < 1 or list(tokens) != sorted(tokens):
-                raise BadSize(f"Length quantiles {pairs}", "rising shares, lengths of 1 or more")
+                raise OutOfRange(f"Length quantiles {pairs}", "rising shares, lengths of 1 or more")
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """[count] prompt and output lengths."""
         if count < 1:
-            raise BadSize(f"{count} requests", "1 or more")
+            raise OutOfRange(f"{count} requests", "1 or more")
         return _draw(self.prompt, count, rng), _draw(self.output, count, rng)
 
 
@@ -152,14 +152,14 @@ def long_answers() -> Lengths:
 
 def published(name: str) -> Lengths:
     """Lengths of a public trace by its quantiles in data/traffic; raises `UnknownName`."""
-    entry = data.find("traffic", "traffic", name)
+    entry = facts.find("traffic", "traffic", name)
     prompt, output = (tuple(map(tuple, entry[k])) for k in ("prompt_tokens", "output_tokens"))
     return Lengths(prompt, output, entry["source"], entry["title"], entry["gaps_cv"])
 
 
 def known_traffic() -> list[str]:
     """Names under data/traffic."""
-    return sorted({entry["name"] for entry in data.catalogue("traffic").values()})
+    return sorted({entry["name"] for entry in facts.catalogue("traffic").values()})
 
 
 def closed_loop(concurrency: int, requests: int, lengths: Lengths, seed: int = 0) -> Traffic:
@@ -179,9 +179,11 @@ def bursts(
 ) -> Traffic:
     """Gamma-distributed gaps, standard deviation `cv` times their mean: 1 is Poisson, 3 bursty."""
     if not (0 < requests_per_s < np.inf):
-        raise BadSize(f"{requests_per_s} requests/s", "a rate above 0")
+        raise OutOfRange(f"{requests_per_s} requests/s", "a rate above 0")
     if not (0 < cv < np.inf):
-        raise BadSize(f"Gaps that vary by {cv}", "a coefficient of variation above 0; 1 is Poisson")
+        raise OutOfRange(
+            f"Gaps that vary by {cv}", "a coefficient of variation above 0; 1 is Poisson"
+        )
     rng = np.random.default_rng(seed)
     prompt, output = lengths.draw(requests, rng)
     gaps = rng.gamma(1 / cv**2, cv**2 / requests_per_s, requests)

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from shadowkv_lab import geometry as geometries
-from shadowkv_lab.errors import BadCheckpoint, BadSize, WrongResult
-from shadowkv_lab.geometry import Geometry
-from shadowkv_lab.hardware import version_of
+from shadowkv_lab.errors import BadFile, OutOfRange, WrongResult
+from shadowkv_lab.machine import version_of
+from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.sources import checkpoint, formats, poolfile
 
 STORAGE = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -53,13 +52,13 @@ def capture(
     """Run a text through the first layers of a checkpoint and write their cache to a pool file.
 
     `text` is the text, or a path that holds it; `layers` such as "0-2" or "0,2". Prefill runs in
-    chunks, so that scores take chunk x T and not T x T. Raises `BadSize`, `BadCheckpoint`,
-    `UnsupportedQuantisation`, `BadTensorFile`, `WrongResult`, `BadRows`, `CannotWrite`.
+    chunks, so that scores take chunk x T and not T x T. Raises `OutOfRange`, `BadFile`,
+    `BadFile`, `BadFile`, `WrongResult`, `OutOfRange`, `CannotWrite`.
     """
     directory = Path(checkpoint_dir)
     if isinstance(text, Path):
         text = text.read_text(encoding="utf-8")
-    shape = geometries.load(directory)
+    shape = load_model(directory)
     wanted = parse_layers(layers, shape.layers)
     ids = tokenise(directory, text)[:max_tokens]
     check_tokens(len(ids), shape)
@@ -106,7 +105,7 @@ def capture(
 
 
 def parse_layers(text: str, total: int) -> tuple[int, ...]:
-    """Layer numbers from "0-2" or "0,2,5-7", in order; raises `BadSize`."""
+    """Layer numbers from "0-2" or "0,2,5-7", in order; raises `OutOfRange`."""
     found: set[int] = set()
     try:
         for part in text.split(","):
@@ -115,28 +114,28 @@ def parse_layers(text: str, total: int) -> tuple[int, ...]:
     except ValueError:
         found = set()
     if not found or min(found) < 0 or max(found) >= total:
-        raise BadSize(f"Layers {text!r}", f"0 to {total - 1}, such as 0-2 or 0,2")
+        raise OutOfRange(f"Layers {text!r}", f"0 to {total - 1}, such as 0-2 or 0,2")
     return tuple(sorted(found))
 
 
 def tokenise(directory: Path, text: str) -> torch.Tensor:
-    """int64 [T] token ids by the checkpoint's own tokenizer; raises `BadCheckpoint`."""
+    """int64 [T] token ids by the checkpoint's own tokenizer; raises `BadFile`."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise BadCheckpoint(
+        raise BadFile(
             f"{directory.name} has no tokenizer that transformers can read ({error})",
             remedy="Copy tokenizer.json and tokenizer_config.json into it",
         ) from None
     return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
 
 
-def check_tokens(count: int, shape: Geometry) -> None:
-    """Raise `BadSize` for a text of no tokens, or of more than the model has positions for."""
+def check_tokens(count: int, shape: Model) -> None:
+    """Raise `OutOfRange` for a text of no tokens, or of more than the model has positions for."""
     if not 1 <= count <= shape.max_positions:
-        raise BadSize(
+        raise OutOfRange(
             f"A text of {count} tokens for {shape.name}",
             f"1 to {shape.max_positions} tokens",
             "Give a longer text" if count < 1 else "Cut it with max_tokens",
@@ -160,7 +159,7 @@ def run(
     from transformers import DynamicCache
 
     if chunk_tokens < 1 or queries < 1:
-        raise BadSize(f"Chunks of {chunk_tokens} tokens, {queries} queries", "1 or more of each")
+        raise OutOfRange(f"Chunks of {chunk_tokens} tokens, {queries} queries", "1 or more of each")
     device, total = next(model.parameters()).device, len(ids)
     positions = (
         torch.linspace(total // 2, total - 1, min(queries, total - total // 2)).long().unique()

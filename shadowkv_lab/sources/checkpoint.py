@@ -15,16 +15,9 @@ from pathlib import Path
 
 import torch
 
-from shadowkv_lab import geometry as geometries
-from shadowkv_lab.errors import (
-    BadCheckpoint,
-    BadSize,
-    BadTensorFile,
-    KernelUnavailable,
-    NotMLA,
-    UnsupportedQuantisation,
-)
-from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.errors import BadFile, CannotRun, OutOfRange
+from shadowkv_lab.model import Model
+from shadowkv_lab.model import load_model as model_of
 from shadowkv_lab.sources.tensorfile import TensorFile
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
@@ -39,7 +32,7 @@ class Loaded:
     """A model of the first layers, and what was read for it."""
 
     model: torch.nn.Module  # a transformers ...ForCausalLM
-    geometry: Geometry  # of the whole model
+    shape: Model  # of the whole model
     layers: int  # how many of its layers were loaded
     shards: tuple[str, ...]  # files that were opened
     loaded_bytes: int  # of the model's tensors
@@ -64,14 +57,14 @@ class Shards:
         if shard not in self.opened:
             path = self.directory / shard
             if not path.is_file():
-                raise BadCheckpoint(
+                raise BadFile(
                     f"The index puts {name} into {shard}, which is not in {self.directory.name}",
                     remedy="Download that shard, or the whole checkpoint again",
                 )
             self.opened[shard] = TensorFile(path)
             log.info("opened %s", shard)
         if name not in self.opened[shard]:
-            raise BadCheckpoint(
+            raise BadFile(
                 f"The index puts {name} into {shard}, but that shard lacks it",
                 remedy="Index and shards are of different checkpoints; download both again",
             )
@@ -83,14 +76,12 @@ class Shards:
         return tensor
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A weight in `dtype`; raises `BadCheckpoint` or `UnsupportedQuantisation`."""
+        """A weight in `dtype`; raises `BadFile` or `BadFile`."""
         if name not in self.shard_of:
             packed = [n for n in self.shard_of if n.startswith(name.removesuffix("weight"))]
             if name.endswith("weight") and packed:
                 raise self._refuse(name, "as " + ", ".join(n.split(".")[-1] for n in packed[:4]))
-            raise BadCheckpoint(
-                f"No shard has {name}", remedy="The checkpoint does not fit its config"
-            )
+            raise BadFile(f"No shard has {name}", remedy="The checkpoint does not fit its config")
         entry = self._file(name).entry(name)
         if entry.dtype in READABLE:
             return self._raw(name).to(dtype)
@@ -103,8 +94,8 @@ class Shards:
             raise self._refuse(name, f"with {scales.dtype} scales {scales.shape}, not F32 {blocks}")
         return dequantise(self._raw(name), self._raw(scale).float(), dtype)
 
-    def _refuse(self, name: str, how: str) -> UnsupportedQuantisation:
-        return UnsupportedQuantisation(
+    def _refuse(self, name: str, how: str) -> BadFile:
+        return BadFile(
             f"{name} is quantised by {self.method}: stored {how}",
             "BF16 (F16, F32) tensors, and FP8 ones with weight_scale_inv per 128 x 128 block",
             "Ask for fewer layers (in GLM-5-NVFP4 layers 0-2 are BF16), or use a BF16 checkpoint",
@@ -124,7 +115,7 @@ def dequantise(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 def open_shards(directory: Path | str) -> tuple[Shards, dict]:
     """The folder's index and config; opens no shard. Raises what is wrong with the folder."""
     directory = Path(directory)
-    geometries.load(directory)  # raises NotMLA
+    model_of(directory)  # raises BadFile
     config = json.loads((directory / "config.json").read_text())
     method = quantisation(directory, config)
     index = directory / "model.safetensors.index.json"
@@ -133,23 +124,23 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
         try:
             shard_of = dict(json.loads(index.read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
-            raise BadCheckpoint(f"{index.name} cannot be read ({error!r})") from None
+            raise BadFile(f"{index.name} cannot be read ({error!r})") from None
     elif single.is_file():
         shard_of = dict.fromkeys(TensorFile(single).entries, single.name)
     else:
         others = {REFUSED[p.suffix] for p in directory.iterdir() if p.suffix in REFUSED}
         if others:
-            raise UnsupportedQuantisation(
+            raise BadFile(
                 f"{directory.name} holds {', '.join(sorted(others))} weights only",
                 "safetensors shards",
                 "Use the model's safetensors release",
             )
-        raise BadCheckpoint(f"{directory.name} has no {index.name} and no {single.name}")
+        raise BadFile(f"{directory.name} has no {index.name} and no {single.name}")
     return Shards(directory, shard_of, method), config
 
 
 def quantisation(directory: Path, config: dict) -> str:
-    """The checkpoint's quantisation method; raises `UnsupportedQuantisation` for unread ones.
+    """The checkpoint's quantisation method; raises `BadFile` for unread ones.
 
     modelopt passes here: its NVFP4 checkpoints keep attention and dense MLPs in BF16, and a tensor
     that is not is refused when it is read.
@@ -160,7 +151,7 @@ def quantisation(directory: Path, config: dict) -> str:
         method = "modelopt " + json.loads(extra.read_text())["quantization"].get("quant_algo", "")
     block = found.get("weight_block_size", [BLOCK, BLOCK])
     if method.split(" ")[0] not in ("", "fp8", "modelopt") or block != [BLOCK, BLOCK]:
-        raise UnsupportedQuantisation(
+        raise BadFile(
             f"{directory.name} is quantised by {method}, blocks {block}",
             "none, fp8 in blocks of 128 x 128, modelopt layers that stayed BF16",
             "Use the model's BF16 or FP8 release",
@@ -183,10 +174,10 @@ def load_model(
     can run. Memory stays within the loaded tensors and one more of them.
     """
     shards, raw = open_shards(directory)
-    shape = geometries.load(directory)
+    shape = model_of(directory)
     layers = shape.layers if layers is None else layers
     if not 1 <= layers <= shape.layers:
-        raise BadSize(f"{layers} layers of {shape.name}", f"1 to {shape.layers}")
+        raise OutOfRange(f"{layers} layers of {shape.name}", f"1 to {shape.layers}")
     model = _empty_model(raw, shape.layers, layers)
     if not head:
         model.model.norm, model.lm_head = torch.nn.Identity(), torch.nn.Identity()
@@ -198,12 +189,10 @@ def load_model(
         kind = torch.float32 if any(part in name for part in strict) else dtype
         try:
             state[name] = _tensor(shards, name, empty.shape, kind).to(device)
-        except BadTensorFile as error:
-            raise BadCheckpoint(str(error)) from None
+        except BadFile as error:
+            raise BadFile(str(error)) from None
         if state[name].shape != empty.shape:
-            raise BadCheckpoint(
-                f"{name} has shape {tuple(state[name].shape)}", f"{tuple(empty.shape)}"
-            )
+            raise BadFile(f"{name} has shape {tuple(state[name].shape)}", f"{tuple(empty.shape)}")
     model.load_state_dict(state, assign=True)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=model.config).to(
@@ -243,12 +232,12 @@ def _empty_model(raw: dict, total: int, layers: int) -> torch.nn.Module:
     try:
         import transformers
     except ImportError as error:
-        raise KernelUnavailable(
+        raise CannotRun(
             f"transformers cannot be imported ({error})", remedy="pip install 'shadowkv-lab[lab]'"
         ) from None
     name = next((a for a in raw.get("architectures") or () if a in ARCHITECTURES), None)
     if name is None:
-        raise NotMLA(f"Architecture {raw.get('architectures')}", ", ".join(ARCHITECTURES))
+        raise BadFile(f"Architecture {raw.get('architectures')}", ", ".join(ARCHITECTURES))
     kind = getattr(transformers, name)
     config = kind.config_class.from_dict(
         {k: v for k, v in raw.items() if k not in ("quantization_config", "model_type")}

@@ -7,28 +7,26 @@ A packed row holds the latent as e4m3, one fp32 scale per 128 of its values (lar
 import torch
 import torch.nn.functional as F
 
-from shadowkv_lab.errors import BadRows
-from shadowkv_lab.geometry import SCALE_GROUP, Geometry, groups
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.kernels.reference import FP8, FP8_MAX, to_fp8
+from shadowkv_lab.model import SCALE_GROUP, Model, groups
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "packed": torch.uint8}
 TINY = torch.finfo(torch.float32).tiny
 
 
-def width(geometry: Geometry, storage: str) -> int:
+def width(model: Model, storage: str) -> int:
     """Elements of one stored row, in the storage's own dtype."""
-    return geometry.row_bytes("packed") if storage == "packed" else geometry.row
+    return model.row_bytes("packed") if storage == "packed" else model.row
 
 
-def identify(
-    geometry: Geometry, dtype: torch.dtype, row_width: int, declared: str | None = None
-) -> str:
+def identify(model: Model, dtype: torch.dtype, row_width: int, declared: str | None = None) -> str:
     """The storage of an engine's rows, by dtype and width; FP8 may come as uint8.
 
-    Raises `BadRows` where `declared` is something else (packed rows read as raw ones give text
+    Raises `OutOfRange` where `declared` is something else (packed rows read as raw ones give text
     that looks almost right, then garbles), or where no storage has that width.
     """
-    packed, row = geometry.row_bytes("packed"), geometry.row
+    packed, row = model.row_bytes("packed"), model.row
     fits = {
         (torch.bfloat16, row): "bf16",
         (torch.float32, row): "f32",
@@ -38,11 +36,11 @@ def identify(
         (FP8, packed): "packed",
     }
     found = fits.get((dtype, row_width))
-    allowed = f"{row} values (BF16, or FP8 as uint8) or {packed} bytes (packed) for {geometry.name}"
+    allowed = f"{row} values (BF16, or FP8 as uint8) or {packed} bytes (packed) for {model.name}"
     if found is None:
-        raise BadRows(f"Rows of {row_width} x {dtype}", allowed)
+        raise OutOfRange(f"Rows of {row_width} x {dtype}", allowed)
     if declared not in (None, found):
-        raise BadRows(
+        raise OutOfRange(
             f"Rows of {row_width} x {dtype} are {found} rows, but were declared {declared}",
             allowed,
             "Reading packed rows as raw ones mixes scales and rope bytes into the latent",
@@ -73,12 +71,10 @@ def unpack(packed: torch.Tensor, rank: int, rope: int) -> torch.Tensor:
     return torch.cat([latent, packed[:, ends[1] :].contiguous().view(torch.bfloat16).float()], 1)
 
 
-def decode(
-    stored: torch.Tensor, storage: str, geometry: Geometry, scale: float = 1.0
-) -> torch.Tensor:
+def decode(stored: torch.Tensor, storage: str, model: Model, scale: float = 1.0) -> torch.Tensor:
     """The rows [T, row] that stored rows stand for: BF16 where that is exact, else float32."""
     if storage == "packed":
-        return unpack(stored.view(torch.uint8), geometry.kv_lora_rank, geometry.qk_rope_head_dim)
+        return unpack(stored.view(torch.uint8), model.kv_lora_rank, model.qk_rope_head_dim)
     if storage == "fp8":
         stored = stored.view(FP8)
         return stored.bfloat16() if scale == 1.0 else stored.float() * scale
@@ -86,11 +82,11 @@ def decode(
 
 
 def check_finite(rows: torch.Tensor, what: str, first: int = 0) -> None:
-    """Raise `BadRows` naming the first token of `rows` that has NaN or Inf in it."""
+    """Raise `OutOfRange` naming the first token of `rows` that has NaN or Inf in it."""
     finite = rows.isfinite().all(1)
     if not finite.all():
         token = first + int((~finite).nonzero()[0])
-        raise BadRows(
+        raise OutOfRange(
             f"{what}, token {token} has NaN or Inf in it",
             "finite values",
             "Capture it again; such a row poisons every request that reads it",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from shadowkv_lab.errors import BadSize, BadTensorFile, GeometryMismatch, LabError
-from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.errors import BadFile, LabError, OutOfRange
 from shadowkv_lab.kernels.reference import bits
+from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import formats, tensorfile
 
@@ -28,7 +28,7 @@ class PoolFile:
     """An opened pool file. Rows are mapped, and read when a layer is asked for."""
 
     file: tensorfile.TensorFile
-    geometry: Geometry
+    model: Model
     storage: str  # "f32", "bf16", "fp8" or "packed"
     scale: float  # a stored fp8 value times this is the row's value
     layers: tuple[int, ...]  # the model's layers that it holds, in file order
@@ -50,16 +50,14 @@ class PoolFile:
         """What a figure says of its data, "random weights" included."""
         weights = ", random weights" if self.metadata.get("weights") == "random" else ""
         count = len(self.layers)
-        return (
-            f"{self.geometry.name}{weights}, {count} layers x {self.tokens} tokens, {self.storage}"
-        )
+        return f"{self.model.name}{weights}, {count} layers x {self.tokens} tokens, {self.storage}"
 
     def stored(self, index: int) -> torch.Tensor:
         """The mapped rows [T, width] of the file's layer `index`, as stored and read-only."""
         return self.file.view(f"rows.{self.layers[index]}")
 
     def rows(self, index: int, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows [n, row] of one layer, dequantised; raises `BadRows` for NaN or Inf."""
+        """Rows [n, row] of one layer, dequantised; raises `OutOfRange` for NaN or Inf."""
         return self._decode(index, self.stored(index)[start:stop], start)
 
     def tiled(self, index: int, start: int, stop: int) -> torch.Tensor:
@@ -69,7 +67,7 @@ class PoolFile:
         return self._decode(index, bits(stored)[wanted].view(stored.dtype), start)
 
     def _decode(self, index: int, stored: torch.Tensor, start: int) -> torch.Tensor:
-        rows = formats.decode(stored, self.storage, self.geometry, self.scale)
+        rows = formats.decode(stored, self.storage, self.model, self.scale)
         formats.check_finite(rows, f"{self.name}, layer {self.layers[index]}", start)
         return rows
 
@@ -83,54 +81,52 @@ class PoolFile:
         queries = self.extra("queries", index)
         if queries is None:
             return None
-        rank = self.geometry.kv_lora_rank
+        rank = self.model.kv_lora_rank
         return queries[..., :rank], queries[..., rank:], self.extra("query_positions")
 
 
-def load(path: Path | str, geometry: Geometry | None = None) -> PoolFile:
+def load(path: Path | str, geometry: Model | None = None) -> PoolFile:
     """Open a pool file; reads its header and `lens`, no rows.
 
-    Raises `BadTensorFile`, `BadRows` for a row width that its storage cannot have, and
-    `GeometryMismatch` where its rows are not those of `geometry`.
+    Raises `BadFile`, `OutOfRange` for a row width that its storage cannot have, and
+    `BadFile` where its rows are not those of `geometry`.
     """
     file = tensorfile.TensorFile(path)
     meta = file.metadata
     if meta.get("format") != FORMAT:
-        raise BadTensorFile(
+        raise BadFile(
             f"{file.path.name} is a safetensors file, but no pool file of the lab",
             "files that shadowkv capture or sglang_snapshot.convert wrote",
         )
     if meta.get("schema") != SCHEMA:
-        raise BadTensorFile(
+        raise BadFile(
             f"{file.path.name} has schema {meta.get('schema')}",
             f"schema {SCHEMA}",
             "Update the lab, or write the file again",
         )
     try:
-        shape = Geometry(**json.loads(meta["geometry"]))
+        shape = Model(**json.loads(meta["geometry"]))
         layers = tuple(int(n) for n in json.loads(meta["layers"]))
         scale, page_size, storage = float(meta["scale"]), int(meta["page_size"]), meta["storage"]
         tokens = file.entry(f"rows.{layers[0]}").shape[0]
         lens = tuple(file.view("lens").tolist()) if "lens" in file else (tokens,)
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise BadTensorFile(f"The header of {file.path.name} is broken ({error!r})") from None
+        raise BadFile(f"The header of {file.path.name} is broken ({error!r})") from None
     for layer in layers:
         entry = file.entry(f"rows.{layer}")
         formats.identify(shape, tensorfile.DTYPES.get(entry.dtype), entry.shape[-1], storage)
         if entry.shape[:-1] != (tokens,) or sum(lens) != tokens:
-            raise BadTensorFile(
-                f"{file.path.name}: layer {layer} has {entry.shape} rows", f"{tokens}"
-            )
+            raise BadFile(f"{file.path.name}: layer {layer} has {entry.shape} rows", f"{tokens}")
     if geometry is not None:
         check_geometry(shape, geometry, file.path.name)
     return PoolFile(file, shape, storage, scale, layers, tokens, lens, page_size)
 
 
-def check_geometry(ours: Geometry, wanted: Geometry, name: str) -> None:
-    """Raise `GeometryMismatch` unless latent and rope parts have the same widths."""
+def check_geometry(ours: Model, wanted: Model, name: str) -> None:
+    """Raise `BadFile` unless latent and rope parts have the same widths."""
     for field in ("kv_lora_rank", "qk_rope_head_dim"):
         if getattr(ours, field) != getattr(wanted, field):
-            raise GeometryMismatch(
+            raise BadFile(
                 f"{name} holds rows of {ours.name} with {field} {getattr(ours, field)}",
                 f"{field} {getattr(wanted, field)} for {wanted.name}",
                 "Choose a pool file of that model, or that file's model",
@@ -139,7 +135,7 @@ def check_geometry(ours: Geometry, wanted: Geometry, name: str) -> None:
 
 def write(
     path: Path | str,
-    geometry: Geometry,
+    geometry: Model,
     storage: str,
     layers: Sequence[int],
     tokens: int,
@@ -154,8 +150,8 @@ def write(
 ) -> PoolFile:
     """Write a pool file and open it. `rows(i)` gives the stored rows [T, width] of `layers[i]`.
 
-    Layers are asked for one by one. The old file stays if anything fails: NaN or Inf (`BadRows`),
-    a full disk (`CannotWrite`), an interrupt.
+    Layers are asked for one by one. The old file stays if anything fails: NaN or Inf
+    (`OutOfRange`), a full disk (`CannotWrite`), an interrupt.
     """
     extras = extras or {}
     width = formats.width(geometry, storage)
@@ -200,12 +196,12 @@ class Filler:
     def __call__(self, pool: Pool, seed: int = 0, progress=None) -> None:
         """Write every slot of every layer, the dummy page included; rows do not depend on `seed`.
 
-        Raises `GeometryMismatch`, `BadRows`, and `BadSize` if it would have to tile and must not.
+        Raises `BadFile`, `OutOfRange`, and `OutOfRange` if it would have to tile and must not.
         """
         file, total = self.file, pool.pool_tokens + pool.page_size
-        check_geometry(file.geometry, pool.geometry, file.name)
+        check_geometry(file.model, pool.model, file.name)
         if not self.tile and self.repeats(pool.pool_tokens, pool.layers):
-            raise BadSize(
+            raise OutOfRange(
                 f"{file.name} has {len(file.layers)} layers x {file.tokens} tokens, the pool "
                 f"{pool.layers} x {pool.pool_tokens}",
                 "pools up to the file's size",
@@ -229,12 +225,12 @@ class Filler:
         return f"file:{self.file.name}" + (" (tiled)" if self.repeats(pool_tokens, layers) else "")
 
 
-def filler(path: Path | str, geometry: Geometry | None = None, *, tile: bool = True) -> Filler:
+def filler(path: Path | str, geometry: Model | None = None, *, tile: bool = True) -> Filler:
     """The filler of a pool file; with `geometry`, a mismatch is raised now and not at fill time."""
     return Filler(load(path, geometry), tile)
 
 
-def problem(path: Path | str, geometry: Geometry | None = None) -> str | None:
+def problem(path: Path | str, geometry: Model | None = None) -> str | None:
     """Why a file cannot feed a pool, or None: for a file chooser that marks its entries."""
     try:
         load(path, geometry)

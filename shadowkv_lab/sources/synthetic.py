@@ -18,19 +18,19 @@ def fill(pool: Pool, seed: int = 0, progress: Callable[[int, int], None] | None 
     values, as kv_a_layernorm leaves it. Rows depend on seed, layer and slot order only, so
     strategies filled alike hold the same rows. `progress(done, total)` counts layers.
     """
-    geometry, device = pool.geometry, pool.device
+    model, device = pool.model, pool.device
     total = pool.pool_tokens + pool.page_size
-    buffer = torch.empty(min(CHUNK_ROWS, total), geometry.row, device=device)
+    buffer = torch.empty(min(CHUNK_ROWS, total), model.row, device=device)
     slots = torch.arange(total, device=device)
     for layer in range(pool.layers):
         generator = torch.Generator(device).manual_seed(seed * 100_003 + layer)
-        gains = torch.empty(geometry.row, device=device).normal_(generator=generator)
+        gains = torch.empty(model.row, device=device).normal_(generator=generator)
         gains = (gains * HEAVY).exp_()
-        gains[geometry.kv_lora_rank :].fill_(ROPE_GAIN)
+        gains[model.kv_lora_rank :].fill_(ROPE_GAIN)
         for start in range(0, total, len(buffer)):
             rows = buffer[: min(len(buffer), total - start)]
             rows.normal_(generator=generator).mul_(gains)
-            latent = rows[:, : geometry.kv_lora_rank]
+            latent = rows[:, : model.kv_lora_rank]
             latent.div_(latent.pow(2).mean(1, keepdim=True).add_(1e-6).sqrt_())
             pool.write_unchecked(layer, slots[start : start + len(rows)], rows.bfloat16())
         if progress:

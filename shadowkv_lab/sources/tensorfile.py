@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from shadowkv_lab.errors import BadTensorFile
+from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import replacing
 
 DTYPES = {
@@ -55,7 +55,7 @@ class TensorFile:
     """A safetensors file: `entries` by name, `metadata`, and its tensors when asked for.
 
     Opening reads the header alone. `view` maps a tensor's bytes, which are read when they are
-    touched; `read` copies them into memory of their own. Raises `BadTensorFile`.
+    touched; `read` copies them into memory of their own. Raises `BadFile`.
     """
 
     def __init__(self, path: Path | str):
@@ -70,14 +70,12 @@ class TensorFile:
             self.metadata: dict[str, str] = header.pop("__metadata__", {})
             self.entries = {name: _entry(value, 8 + length) for name, value in header.items()}
         except OSError as error:
-            raise BadTensorFile(f"{path} cannot be read ({error.strerror})") from None
+            raise BadFile(f"{path} cannot be read ({error.strerror})") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadTensorFile(
-                f"{self.path.name} is not a safetensors file ({error})", IS
-            ) from None
+            raise BadFile(f"{self.path.name} is not a safetensors file ({error})", IS) from None
         end = max((entry.stop for entry in self.entries.values()), default=8 + length)
         if end > size:
-            raise BadTensorFile(
+            raise BadFile(
                 f"{self.path.name} is truncated: {size:,} bytes of {end:,}",
                 remedy="Copy or download it again",
             )
@@ -86,9 +84,9 @@ class TensorFile:
         return name in self.entries
 
     def entry(self, name: str) -> Entry:
-        """Dtype, shape and place of a tensor; raises `BadTensorFile` if there is none."""
+        """Dtype, shape and place of a tensor; raises `BadFile` if there is none."""
         if name not in self.entries:
-            raise BadTensorFile(f"{self.path.name} has no tensor {name!r}", _some(self.entries))
+            raise BadFile(f"{self.path.name} has no tensor {name!r}", _some(self.entries))
         return self.entries[name]
 
     @cached_property
@@ -121,12 +119,12 @@ class TensorFile:
             while done < entry.nbytes and (count := file.readinto(target[done:])):
                 done += count
         if done < entry.nbytes:
-            raise BadTensorFile(f"{self.path.name} ended within {name!r}: it has been truncated")
+            raise BadFile(f"{self.path.name} ended within {name!r}: it has been truncated")
         return raw.view(self._dtype(name, entry)).view(entry.shape)
 
     def _dtype(self, name: str, entry: Entry) -> torch.dtype:
         if entry.dtype not in DTYPES:
-            raise BadTensorFile(
+            raise BadFile(
                 f"{name!r} of {self.path.name} has dtype {entry.dtype}", ", ".join(DTYPES)
             )
         return DTYPES[entry.dtype]

@@ -3,8 +3,8 @@
 import ast
 import re
 
-from shadowkv_lab.errors import BadSize, UnknownName
-from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.errors import OutOfRange, UnknownName
+from shadowkv_lab.model import Model
 from shadowkv_lab.strategies.base import Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
 from shadowkv_lab.strategies.full_cast import FullCast
@@ -22,10 +22,10 @@ STRATEGIES: dict[str, type[Strategy]] = {
 __all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list", "runnable"]
 
 
-def runnable(geometry: Geometry, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:
+def runnable(model: Model, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:
     """Every strategy that some kernel serves on such a card."""
     kinds = [kind() for kind in STRATEGIES.values()]
-    return [s for s in kinds if not s.barred(geometry, heads, compute_capability)]
+    return [s for s in kinds if not s.barred(model, heads, compute_capability)]
 
 
 def parse(text: "str | Strategy") -> Strategy:
@@ -49,7 +49,7 @@ def parse(text: "str | Strategy") -> Strategy:
     for key, value in options.items():
         wanted = str if isinstance(known[key].default, str) else int | None
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise BadSize(f"{match[1]}({key}={value})", f"{key} as {known[key].type}")
+            raise OutOfRange(f"{match[1]}({key}={value})", f"{key} as {known[key].type}")
     return kind(**options)
 
 

@@ -5,10 +5,10 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from shadowkv_lab.batch import Batch
-from shadowkv_lab.geometry import Geometry
-from shadowkv_lab.kernels.rules import Serving, check
+from shadowkv_lab.load import Batch
+from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
+from shadowkv_lab.rules import Serving, check
 
 
 class Moves(NamedTuple):
@@ -53,7 +53,7 @@ class Strategy:
         """The strategy of one layer; itself unless layers differ."""
         return self
 
-    def barred(self, geometry: Geometry, heads: int, compute_capability: tuple[int, int]) -> str:
+    def barred(self, model: Model, heads: int, compute_capability: tuple[int, int]) -> str:
         """Why its one backend cannot read this on such a card, by the rules; empty if it can."""
         if self.backend is None:
             return ""
@@ -62,9 +62,9 @@ class Strategy:
             "fp8_e4m3",
             heads,
             1,
-            geometry.qk_nope_head_dim,
-            geometry.kv_lora_rank,
-            geometry.qk_rope_head_dim,
+            model.qk_nope_head_dim,
+            model.kv_lora_rank,
+            model.qk_rope_head_dim,
         )
         return " ".join(map(str, check(self.backend, serving)))
 
@@ -72,7 +72,7 @@ class Strategy:
         """Whether its kernel was compiled for such a card and never run on one."""
         return False
 
-    def moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
+    def moves(self, model: Model, P: int, L: int, R: int) -> Moves:
         """Bytes that one layer moves in one step."""
         raise NotImplementedError
 
@@ -91,25 +91,25 @@ class Strategy:
 
     # What follows is the same for every strategy.
 
-    def storage(self, geometry: Geometry) -> list[tuple[str, ...]]:
+    def storage(self, model: Model) -> list[tuple[str, ...]]:
         """What each layer keeps, for `Pool`."""
-        return [self.at(layer).kinds for layer in range(geometry.layers)]
+        return [self.at(layer).kinds for layer in range(model.layers)]
 
-    def token_bytes(self, geometry: Geometry) -> int:
+    def token_bytes(self, model: Model) -> int:
         """Bytes kept per token over all layers, without scratch and index keys."""
-        return sum(geometry.row_bytes("+".join(kinds)) for kinds in self.storage(geometry))
+        return sum(model.row_bytes("+".join(kinds)) for kinds in self.storage(model))
 
-    def step_moves(self, geometry: Geometry, P: int, L: int, R: int) -> Moves:
+    def step_moves(self, model: Model, P: int, L: int, R: int) -> Moves:
         """Bytes that a whole step moves, all layers."""
-        layers = [self.at(i).moves(geometry, P, L, R) for i in range(geometry.layers)]
+        layers = [self.at(i).moves(model, P, L, R) for i in range(model.layers)]
         return Moves(*map(sum, zip(*layers, strict=True)))
 
-    def scratch_bytes(self, geometry: Geometry, P: int, L: int) -> int:
+    def scratch_bytes(self, model: Model, P: int, L: int) -> int:
         """Bytes of scratch that all layers share."""
-        kinds = {self.at(layer) for layer in range(geometry.layers)}
-        return sum(s.scratch_rows(P, L) for s in kinds) * geometry.row_bytes("bf16")
+        kinds = {self.at(layer) for layer in range(model.layers)}
+        return sum(s.scratch_rows(P, L) for s in kinds) * model.row_bytes("bf16")
 
 
-def attention_bytes(geometry: Geometry, storage: str, L: int) -> int:
+def attention_bytes(model: Model, storage: str, L: int) -> int:
     """Bytes that attention over L live rows reads; queries and outputs are left out."""
-    return geometry.row_bytes(storage) * L
+    return model.row_bytes(storage) * L

@@ -16,5 +16,5 @@ class BF16Pool(Strategy):
     title = "BF16 pool"
     kinds = ("bf16",)
 
-    def moves(self, geometry, P, L, R):
-        return Moves(0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("bf16") * R)
+    def moves(self, model, P, L, R):
+        return Moves(0, attention_bytes(model, "bf16", L), model.row_bytes("bf16") * R)

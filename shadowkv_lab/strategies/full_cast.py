@@ -17,11 +17,11 @@ class FullCast(Strategy):
     name = "full_cast"
     title = "full cast"
 
-    def moves(self, geometry, P, L, R):
+    def moves(self, model, P, L, R):
         return Moves(
-            (geometry.row_bytes("fp8") + geometry.row_bytes("bf16")) * P,
-            attention_bytes(geometry, "bf16", L),
-            geometry.row_bytes("fp8") * R,
+            (model.row_bytes("fp8") + model.row_bytes("bf16")) * P,
+            attention_bytes(model, "bf16", L),
+            model.row_bytes("fp8") * R,
         )
 
     def scratch_rows(self, P, L):

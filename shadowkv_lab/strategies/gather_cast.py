@@ -21,11 +21,11 @@ class GatherCast(Strategy):
     title = "gather cast"
     compact = True
 
-    def moves(self, geometry, P, L, R):
+    def moves(self, model, P, L, R):
         return Moves(
-            (geometry.row_bytes("fp8") + geometry.row_bytes("bf16")) * L,
-            attention_bytes(geometry, "bf16", L),
-            geometry.row_bytes("fp8") * R,
+            (model.row_bytes("fp8") + model.row_bytes("bf16")) * L,
+            attention_bytes(model, "bf16", L),
+            model.row_bytes("fp8") * R,
         )
 
     def scratch_rows(self, P, L):

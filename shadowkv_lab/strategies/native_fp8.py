@@ -18,5 +18,5 @@ class NativeFP8(Strategy):
     reads = "native_fp8"
     backend = "flashinfer_native_fp8"
 
-    def moves(self, geometry, P, L, R):
-        return Moves(0, attention_bytes(geometry, "fp8", L), geometry.row_bytes("fp8") * R)
+    def moves(self, model, P, L, R):
+        return Moves(0, attention_bytes(model, "fp8", L), model.row_bytes("fp8") * R)

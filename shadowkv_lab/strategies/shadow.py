@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shadowkv_lab.errors import BadSize
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.strategies.base import Moves, Strategy, attention_bytes
 from shadowkv_lab.strategies.full_cast import FullCast
 
@@ -27,13 +27,13 @@ class Shadow(Strategy):
 
     def __post_init__(self):
         if self.layers is not None and self.layers < 0:
-            raise BadSize(f"A shadow of {self.layers} layers", "0 or more, or None for all")
+            raise OutOfRange(f"A shadow of {self.layers} layers", "0 or more, or None for all")
         if self.mirror not in ("exact", "original"):
-            raise BadSize(f"Mirror {self.mirror!r}", "exact, original")
+            raise OutOfRange(f"Mirror {self.mirror!r}", "exact, original")
 
     def at(self, layer):
         shadowed = self.layers is None or layer < self.layers
         return Shadow(mirror=self.mirror) if shadowed else FullCast()
 
-    def moves(self, geometry, P, L, R):
-        return Moves(0, attention_bytes(geometry, "bf16", L), geometry.row_bytes("fp8+bf16") * R)
+    def moves(self, model, P, L, R):
+        return Moves(0, attention_bytes(model, "bf16", L), model.row_bytes("fp8+bf16") * R)

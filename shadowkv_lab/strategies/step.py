@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from shadowkv_lab import kernels
-from shadowkv_lab.batch import Batch
+from shadowkv_lab.load import Batch
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.strategies.base import Strategy
 
@@ -27,7 +27,7 @@ class DecodeStep:
         backend: str = "auto",
         seed: int = 0,
     ):
-        geometry, device = pool.geometry, pool.device
+        model, device = pool.model, pool.device
         self.strategy, self.pool, self.batch = strategy, pool, batch
         self.layer_strategies = [strategy.at(layer) for layer in range(pool.layers)]
         generator = torch.Generator(device).manual_seed(seed)
@@ -36,32 +36,32 @@ class DecodeStep:
             values = torch.empty(*shape, dtype=torch.bfloat16, device=device)
             return values.normal_(generator=generator)
 
-        B, rank, rope = batch.concurrency, geometry.kv_lora_rank, geometry.qk_rope_head_dim
+        B, rank, rope = batch.concurrency, model.kv_lora_rank, model.qk_rope_head_dim
         self.q_nope, self.q_pe = (
             noise(pool.layers, B, heads, rank),
             noise(pool.layers, B, heads, rope),
         )
-        self.rows = noise(pool.layers, B, geometry.row)
+        self.rows = noise(pool.layers, B, model.row)
         self.out = torch.full_like(self.q_nope, float("nan"))
         self.scratch: dict[Strategy, torch.Tensor] = {}
         self.attention: dict[Strategy, kernels.Attention] = {}
         for s in set(self.layer_strategies):
             if count := s.scratch_rows(pool.pool_tokens + pool.page_size, batch.live_tokens):
-                self.scratch[s] = noise(count, geometry.row)
+                self.scratch[s] = noise(count, model.row)
             self.attention[s] = kernels.attention(s.reads, device, backend)
         self.plan(heads)
 
     def plan(self, heads: int) -> None:
         """Plan every attention kernel for the batch (host work, once a batch)."""
-        geometry = self.pool.geometry
+        model = self.pool.model
         for s, attention in self.attention.items():
             batch = self.batch.compact() if s.compact else self.batch
             attention.plan(
                 batch,
                 heads,
-                geometry.softmax_scale,
-                rank=geometry.kv_lora_rank,
-                rope=geometry.qk_rope_head_dim,
+                model.softmax_scale,
+                rank=model.kv_lora_rank,
+                rope=model.qk_rope_head_dim,
             )
 
     @property

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import torch
 
 from shadowkv_lab.accuracy import STORAGES, AttentionError, ModelError, StorageError
-from shadowkv_lab.geometry import Geometry
+from shadowkv_lab.model import Model
 from shadowkv_lab.sources.poolfile import PoolFile
 from shadowkv_lab.ui import style
 
@@ -76,7 +76,7 @@ def storage_lines(file: PoolFile, errors: Sequence[StorageError]) -> go.Figure:
 
 def channel_map(file: PoolFile, channels: torch.Tensor, storage: str) -> go.Figure:
     """Relative error of each channel [layers, row] as colour, log scale."""
-    rank, bad = file.geometry.kv_lora_rank, int((channels > 0.5).sum(1).max())
+    rank, bad = file.model.kv_lora_rank, int((channels > 0.5).sum(1).max())
     fig = style.figure(
         f"{storage}: up to {bad} of {rank} latent channels of a layer lose more than half of "
         "their norm",
@@ -111,7 +111,7 @@ def error_against_bytes(
 ) -> go.Figure:
     """Attention error against bytes kept, mean over layers: storages alone and strategies."""
     packed, fp8 = (_mean(storages, s, lambda e: e.output) for s in ("packed", "fp8"))
-    more = file.geometry.row_bytes("packed") - file.geometry.row_bytes("fp8")
+    more = file.model.row_bytes("packed") - file.model.row_bytes("fp8")
     fig = style.figure(
         f"{more} B more a token (packed) take the output error from {fp8:.0%} to {packed:.0%}",
         "bytes kept per token and layer",
@@ -180,7 +180,7 @@ def attention_split(file: PoolFile, errors: Sequence[AttentionError]) -> go.Figu
     return _finish(fig, file).update_layout(margin=dict(l=190, b=110))
 
 
-def model_bars(errors: Sequence[ModelError], geometry: Geometry, data: str) -> go.Figure:
+def model_bars(errors: Sequence[ModelError], geometry: Model, data: str) -> go.Figure:
     """Next-token KL and top-1 agreement of each storage on a model run whole."""
     named = {e.storage: e for e in errors}
     shown = [e for e in errors if e.kl > 0]

@@ -6,10 +6,11 @@ import ipywidgets as w
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab import geometry, hardware
-from shadowkv_lab.predict import logs
-from shadowkv_lab.predict.budget import GIB, Budget, budget
-from shadowkv_lab.predict.case import published
+from shadowkv_lab import machine
+from shadowkv_lab.budget import GIB, Budget, budget
+from shadowkv_lab.glm5.case import published
+from shadowkv_lab.model import known_models, load_model
+from shadowkv_lab.server import logs
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import style
 from shadowkv_lab.ui.app import App, View
@@ -39,7 +40,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
     heading = (
         f"{tokens:,} tokens need {min(totals):.1f} GiB as {names[totals.index(min(totals))]} and "
         f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} do not fit; "
-        f"{plan.geometry.name} on {plan.card.title}, one GPU of {plan.tensor_parallel}</sup>"
+        f"{plan.model.name} on {plan.card.title}, one GPU of {plan.tensor_parallel}</sup>"
     )
     fig = style.figure(heading, "memory of one GPU (GiB)", "")
     provenance = {t.name: t.provenance for t in plan.terms}
@@ -151,8 +152,8 @@ def budget_view(
     log: str = "",
 ) -> View:
     """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
-    shape = geometry.load(model)
-    case, card = published("case"), hardware.card(gpu)
+    shape = load_model(model)
+    case, card = published("case"), machine.card(gpu)
     heads = shape.heads_per_gpu(tensor_parallel)
     kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
     barred = {
@@ -214,8 +215,8 @@ def make_app(
     """The application behind `budget_app`; it starts at the case's log."""
     case = published("case")
     controls = {
-        "model": menu("model", geometry.known_models(), geometry.load(model).name),
-        "gpu": gpus("GPU", hardware.known_cards(), gpu),
+        "model": menu("model", known_models(), load_model(model).name),
+        "gpu": gpus("GPU", machine.known_cards(), gpu),
         "tensor_parallel": menu("GPUs (TP)", [1, 2, 4, 8, 16], tensor_parallel),
         "dtype": menu("KV dtype", STORAGES, dtype),
         "weights_gib": number("weights, GiB/GPU", _or(weights_gib, case["weights_gib"]), 0.5),

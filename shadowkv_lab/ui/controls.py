@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import ipywidgets as w
 
-from shadowkv_lab import hardware
-from shadowkv_lab.errors import BadSize, UnknownName
+from shadowkv_lab import machine
+from shadowkv_lab.errors import OutOfRange, UnknownName
 
 LABEL = {"description_width": "11em"}
 
@@ -13,7 +13,7 @@ LABEL = {"description_width": "11em"}
 def menu(label: str, options: Sequence | Mapping, value: object, kind: str = "") -> w.Dropdown:
     """A dropdown over values, or over a mapping from values to the titles that are shown.
 
-    Raises `UnknownName` or `BadSize` for a value that is none of them, in the words of `kind` or
+    Raises `UnknownName` or `OutOfRange` for a value that is none of them, in the words of `kind` or
     the label.
     """
     _require(kind or label, value, options)
@@ -24,7 +24,7 @@ def menu(label: str, options: Sequence | Mapping, value: object, kind: str = "")
 
 def gpus(label: str, names: Sequence[str], value: str) -> w.Dropdown:
     """A dropdown over cards of data/gpus, shown by their titles. Raises `UnknownName`."""
-    return menu(label, {name: hardware.card(name).title for name in names}, value, "GPU")
+    return menu(label, {name: machine.card(name).title for name in names}, value, "GPU")
 
 
 def several(label: str, options: Sequence[str], values: Sequence[str]) -> w.SelectMultiple:
@@ -38,10 +38,10 @@ def several(label: str, options: Sequence[str], values: Sequence[str]) -> w.Sele
 
 
 def slider(label: str, values: Sequence[float], value: float, unit: str) -> w.SelectionSlider:
-    """A slider over the values of a list and the one it starts with. Raises `BadSize`."""
+    """A slider over the values of a list and the one it starts with. Raises `OutOfRange`."""
     whole = all(isinstance(v, int) for v in values)
     if not _is_number(value, whole) or not 0 < value < 1e15:
-        raise BadSize(f"{label} of {value!r}", f"{'whole ' if whole else ''}{unit} above 0")
+        raise OutOfRange(f"{label} of {value!r}", f"{'whole ' if whole else ''}{unit} above 0")
     options = [(f"{v:,} {unit}" if whole else f"{v:g} {unit}", v) for v in sorted({*values, value})]
     return w.SelectionSlider(
         options=options, value=value, description=label, style=LABEL, continuous_update=False
@@ -49,9 +49,9 @@ def slider(label: str, values: Sequence[float], value: float, unit: str) -> w.Se
 
 
 def number(label: str, value: float, step: float = 1, whole: bool = False) -> w.Widget:
-    """A field for a number. Raises `BadSize`."""
+    """A field for a number. Raises `OutOfRange`."""
     if not _is_number(value, whole):
-        raise BadSize(f"{label}: {value!r}", "a whole number" if whole else "a number")
+        raise OutOfRange(f"{label}: {value!r}", "a whole number" if whole else "a number")
     kind = w.IntText if whole else w.FloatText
     return kind(value=value, step=step, description=label, style=LABEL)
 
@@ -71,4 +71,4 @@ def _require(kind: str, value: object, options: Sequence | Mapping) -> None:
         return
     if all(isinstance(option, str) for option in options):
         raise UnknownName(kind, value, options)
-    raise BadSize(f"{kind} of {value!r}", ", ".join(map(str, options)))
+    raise OutOfRange(f"{kind} of {value!r}", ", ".join(map(str, options)))

@@ -8,9 +8,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from shadowkv_lab import data, geometry, hardware
-from shadowkv_lab.errors import BadRecord, BadSize
-from shadowkv_lab.measure import decode, records
+from shadowkv_lab import facts, machine
+from shadowkv_lab.errors import BadFile, OutOfRange
+from shadowkv_lab.model import Model, known_models, load_model
+from shadowkv_lab.steps import measure as decode
+from shadowkv_lab.steps import records
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import figures
 from shadowkv_lab.ui.app import App, Cancelled, View
@@ -32,7 +34,7 @@ def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
 
 def _stamps() -> tuple:
     """The files of recorded runs as they are now; what is remembered of others is stale."""
-    return tuple((path, path.stat().st_mtime_ns) for path in sorted(data.RUNS.glob("*.jsonl")))
+    return tuple((path, path.stat().st_mtime_ns) for path in sorted(facts.RUNS.glob("*.jsonl")))
 
 
 @lru_cache(maxsize=16)
@@ -42,7 +44,7 @@ def _recorded(model: str, heads: int, mode: str, stamps: tuple) -> pd.DataFrame:
     ours = runs[(runs.model == model) & (runs.heads == heads) & (runs["mode"] == mode)]
     if ours.empty:
         have = sorted({f"{m}, {h} heads" for m, h in zip(runs.model, runs.heads, strict=True)})
-        raise BadRecord(
+        raise BadFile(
             f"No recorded run of {model} with {heads} heads",
             "; ".join(have) or "none is recorded yet",
             "Measure on this machine, or record one with shadowkv measure --record",
@@ -59,7 +61,7 @@ def with_bytes(runs: pd.DataFrame) -> pd.DataFrame:
     """Runs with the GB that each phase moves, by the strategy's own formula."""
     moved = [
         parse(r.strategy).step_moves(
-            geometry.load(r.model), r.pool_tokens, r.live_tokens, r.new_tokens
+            load_model(r.model), r.pool_tokens, r.live_tokens, r.new_tokens
         )
         for r in runs.itertuples()
     ]
@@ -116,11 +118,11 @@ def recorded_view(
 ) -> View:
     """The recorded run nearest to a setting, and its neighbours along each axis."""
     if min(pool_tokens, concurrency, context) < 1:
-        raise BadSize(f"A pool of {pool_tokens}, {concurrency} x {context}", "1 or more of each")
-    runs = recorded(model, heads or geometry.load(model).heads_per_gpu(8))
+        raise OutOfRange(f"A pool of {pool_tokens}, {concurrency} x {context}", "1 or more of each")
+    runs = recorded(model, heads or load_model(model).heads_per_gpu(8))
     runs = runs[runs.strategy.isin(strategies)]
     if runs.empty:
-        raise BadRecord(
+        raise BadFile(
             f"No recorded run of {', '.join(strategies) or 'no strategy'}",
             remedy="Choose at least one strategy that was recorded",
         )
@@ -143,7 +145,7 @@ def measured_view(
 ) -> View:
     """Measure a setting here; `seen` gathers this session's runs, drawn as the neighbours."""
     if not strategies:
-        raise BadSize("No strategy is chosen", "one or more", "Choose some in the list")
+        raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
     chosen = [parse(s) for s in strategies]
     try:
         new = list(decode.measure(bench, chosen, [pool_tokens], [(concurrency, context)]))
@@ -167,7 +169,7 @@ def measure_here(
     report=lambda text, done: None,
 ) -> View:
     """Measure a setting on this machine; on a CPU at a pool that takes seconds."""
-    device, shape = hardware.default_device(), geometry.load(model)
+    device, shape = machine.default_device(), load_model(model)
     if device.type == "cpu":
         pool_tokens = min(pool_tokens, HERE_POOL_TOKENS)
         context = min(context, pool_tokens // concurrency)
@@ -233,18 +235,18 @@ def make_app(
     device: str | None = None,
 ) -> App:
     """The application behind `explorer`."""
-    device = hardware.as_device(device)
+    device = machine.as_device(device)
     seen: list[records.Run] = []
-    known = geometry.known_models()
-    shape = geometry.load(model)
+    known = known_models()
+    shape = load_model(model)
     model = shape.name if shape.name in known else str(model)  # or the path of a config.json
     runnable = [n for n in STRATEGIES if device.type == "cuda" or not STRATEGIES[n].needs]
     largest = _largest_pool(shape, device)
     if pool_tokens is None:
         pool_tokens = 495_616 if not live or largest >= 495_616 else largest
-    files = sorted(p.name for p in (data.DATA / "pools").glob("*.safetensors"))
+    files = sorted(p.name for p in (facts.DATA / "pools").glob("*.safetensors"))
     names, own = list(dict.fromkeys([SYNTHETIC, *files, rows])), shape.heads_per_gpu(8)
-    devices = {d: f"{d}: {hardware.device_title(d)}" for d in hardware.devices()}
+    devices = {d: f"{d}: {machine.device_title(d)}" for d in machine.devices()}
     controls = {
         "model": menu("model", known if model in known else [*known, model], model),
         "pool_tokens": slider("pool size", _pool_sizes(largest), pool_tokens, "slots"),
@@ -270,11 +272,11 @@ def make_app(
         asked = {k: v for k, v in settings.items() if k not in ("live", "rows", "device")}
         if not settings["live"]:
             return remembered(_stamps(), **asked)
-        shape = geometry.load(asked.pop("model"))
+        shape = load_model(asked.pop("model"))
         bench = decode.Bench(
             shape,
             asked.pop("heads"),
-            hardware.as_device(settings["device"]),
+            machine.as_device(settings["device"]),
             modes=("graph",),
             progress=report,
             cancelled=cancelled,
@@ -288,22 +290,22 @@ def make_app(
     return App("shadowkv_lab.explorer", controls, build, slow=lambda settings: settings["live"])
 
 
-def _rows(name: str, shape: geometry.Geometry, pool_tokens: int) -> dict:
+def _rows(name: str, shape: Model, pool_tokens: int) -> dict:
     """Bench arguments for the chosen source of rows: a file of data/pools, or any by its path."""
     if name == SYNTHETIC:
         return {}
     from shadowkv_lab.sources import poolfile
 
-    shipped = data.DATA / "pools" / name
+    shipped = facts.DATA / "pools" / name
     fill = poolfile.filler(shipped if shipped.exists() else name, shape)
     return {"fill": fill, "source": fill.source(pool_tokens, shape.layers)}
 
 
-def _largest_pool(shape: geometry.Geometry, device: torch.device) -> int:
+def _largest_pool(shape: Model, device: torch.device) -> int:
     """Slots that the largest strategy (FP8 and a full shadow) can hold here, in whole pages."""
     if device.type == "cpu":
         return CPU_POOL_TOKENS
-    fits = hardware.memory(device).free_bytes // (shape.layers * shape.row_bytes("fp8+bf16"))
+    fits = machine.memory(device).free_bytes // (shape.layers * shape.row_bytes("fp8+bf16"))
     return fits // 64 * 64
 
 

@@ -3,7 +3,7 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.measure.records import noisy
+from shadowkv_lab.steps.records import noisy
 from shadowkv_lab.ui import style
 
 PHASES = {"cast_ms": "cast", "attention_ms": "attention", "write_ms": "write"}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab import data
-from shadowkv_lab.errors import BadRecord
-from shadowkv_lab.measure.records import SCHEMA
+from shadowkv_lab import facts
+from shadowkv_lab.errors import BadFile
+from shadowkv_lab.steps.records import SCHEMA
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import style
 
@@ -26,10 +26,10 @@ OTHER = {"torch.compile": style.OTHERS[0], "torch index_select + to": style.OTHE
 
 def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
     """Rows of a `shadowkv bench kernels --record` file, the newest of data/runs if none is named,
-    and where they come from. Raises `BadRecord`."""
-    paths = [Path(path)] if path else sorted(data.RUNS.glob("*kernels.json"))
+    and where they come from. Raises `BadFile`."""
+    paths = [Path(path)] if path else sorted(facts.RUNS.glob("*kernels.json"))
     if not paths:
-        raise BadRecord(
+        raise BadFile(
             "No kernel benchmark is recorded",
             "data/runs/*kernels.json",
             "Record one on a GPU: shadowkv bench kernels --record FILE",
@@ -37,10 +37,10 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
     try:
         files = [json.loads(p.read_text()) for p in paths]
     except (OSError, ValueError) as error:
-        raise BadRecord(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
+        raise BadFile(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
     for p, file in zip(paths, files, strict=True):
         if not isinstance(file, dict) or file.get("schema") != SCHEMA:
-            raise BadRecord(
+            raise BadFile(
                 f"{p.name} is no kernel benchmark of schema {SCHEMA}", remedy="Record it again"
             )
     newest = max(files, key=lambda f: f["origin"]["date"])
@@ -101,8 +101,8 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
     return fig.update_layout(barmode="group", scattermode="group")
 
 
-def limits(heads: int = 8, path: str | Path = data.RUNS / "h200_ncu.json") -> str:
-    """What ncu found of the decode with so many heads, in a sentence. Raises `BadRecord`."""
+def limits(heads: int = 8, path: str | Path = facts.RUNS / "h200_ncu.json") -> str:
+    """What ncu found of the decode with so many heads, in a sentence. Raises `BadFile`."""
     try:
         entry = json.loads(Path(path).read_text())
         seen = {k["heads"]: k for k in entry["kernels"]}
@@ -116,9 +116,7 @@ def limits(heads: int = 8, path: str | Path = data.RUNS / "h200_ncu.json") -> st
             "multiprocessor, too few to hide every load: the rest is waiting."
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadRecord(
-            f"{path} is no record of ncu's ({error!r})", "data/runs/*_ncu.json"
-        ) from None
+        raise BadFile(f"{path} is no record of ncu's ({error!r})", "data/runs/*_ncu.json") from None
 
 
 def _better(rows: pd.DataFrame) -> pd.DataFrame:
@@ -192,9 +190,9 @@ def worth_of_a_shadow(runs: pd.DataFrame) -> pd.DataFrame:
     steps = runs.pivot_table(index=keys, columns="strategy", values="step_ms")
     steps = steps.dropna(subset=["shadow", "fused_fp8"]).reset_index()
     model = runs.model.iloc[0]
-    from shadowkv_lab.geometry import load
+    from shadowkv_lab.model import load_model
 
-    kept = {name: parse(name).token_bytes(load(model)) for name in ("shadow", "fused_fp8")}
+    kept = {name: parse(name).token_bytes(load_model(model)) for name in ("shadow", "fused_fp8")}
     return pd.DataFrame(
         {
             "pool": steps.pool_tokens,

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from shadowkv_lab.errors import BadSize, LabError, UnknownName
+from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
 from shadowkv_lab.files import ready, replacing
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -42,9 +42,9 @@ def execute(
     `parameters` replace those of the cell tagged `parameters`, as papermill does. With LIVE=1 in
     the environment a parameter `live` is set, so that what can be measured here is; the next run
     without it drops that again. A provenance footer is added where none ends the notebook.
-    Raises `UnknownName` for a parameter that the notebook does not have, `BadSize` for a value of
-    another kind than the one it has, `CannotWrite` before anything runs, and `NotebookFailed` with
-    the error of a cell that raised; then nothing is written.
+    Raises `UnknownName` for a parameter that the notebook does not have, `OutOfRange` for a value
+    of another kind than the one it has, `CannotWrite` before anything runs, and `NotebookFailed`
+    with the error of a cell that raised; then nothing is written.
     """
     source = Path(source)
     notebook = prepared(read(source), parameters or {})
@@ -100,7 +100,7 @@ def _require_kind(name: str, value: object, default: object) -> None:
     if value is None or type(default) not in kinds:
         return
     if not isinstance(value, same) or isinstance(value, bool) != isinstance(default, bool):
-        raise BadSize(
+        raise OutOfRange(
             f"Parameter {name} = {value!r}", f"{kinds[type(default)]}, such as {default!r}"
         )
 

@@ -3,10 +3,10 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.predict import case, hypotheses
-from shadowkv_lab.predict.profiled import Profile, short_name
-from shadowkv_lab.predict.rest import Rest
-from shadowkv_lab.predict.step import weakest
+from shadowkv_lab.glm5 import case, hypotheses
+from shadowkv_lab.steps.predict import weakest
+from shadowkv_lab.steps.rest import Rest
+from shadowkv_lab.steps.trace import Profile, short_name
 from shadowkv_lab.ui import style
 
 GREY, DARK = "#bdbdbd", "#555555"

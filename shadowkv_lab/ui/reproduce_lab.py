@@ -5,9 +5,9 @@ import math
 
 import ipywidgets as w
 
-from shadowkv_lab import hardware
-from shadowkv_lab.errors import BadSize
-from shadowkv_lab.predict import case, hypotheses, verdict
+from shadowkv_lab import machine
+from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.glm5 import case, hypotheses, verdict
 from shadowkv_lab.ui import reproduce
 from shadowkv_lab.ui.app import App, View
 from shadowkv_lab.ui.budget import CONCURRENCIES, CONTEXTS
@@ -34,7 +34,7 @@ def reproduction_view(
     experts that more requests read. A `cast_ms` of 0 scales the case's own by bytes.
     """
     if not (math.isfinite(rest_ms) and rest_ms >= 0):
-        raise BadSize(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
+        raise OutOfRange(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
     rest = verdict.case_rest(gpu, context)
     if rest_ms:
         at_one = rest_ms - rest.expert_ms * rest.per_token
@@ -44,7 +44,7 @@ def reproduction_view(
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
     table = hypotheses.recorded_hypotheses(of)
     found = verdict.verdict(gpu, context, concurrency, rest=rest)
-    where = f"{hardware.card(gpu).title}, {concurrency} x {context:,} tokens"
+    where = f"{machine.card(gpu).title}, {concurrency} x {context:,} tokens"
     figures = [
         reproduce.tpot(found, rest, concurrency, where),
         reproduce.hypotheses_bars(table, of),

@@ -3,8 +3,9 @@
 import ipywidgets as w
 import pandas as pd
 
-from shadowkv_lab import geometry, hardware
-from shadowkv_lab.errors import BadSize, CannotBeServed
+from shadowkv_lab import machine
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
+from shadowkv_lab.model import known_models, load_model
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders, engine
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, simulate
@@ -42,7 +43,7 @@ def load_view(
 ) -> View:
     """The closed form: one load, throughput against interactivity, and who wins where."""
     found = _contenders(model, gpu, rest, strategies)
-    shape = geometry.load(model)
+    shape = load_model(model)
     contexts = [n for n in figures.CONTEXTS if n <= shape.max_positions]
     shown = [
         figures.verdict(found, concurrency, context),
@@ -72,7 +73,7 @@ def traffic_of(
 ) -> traffic.Traffic:
     """Traffic by the names that the controls show."""
     if arrivals not in ARRIVALS:
-        raise BadSize(f"Arrivals {arrivals!r}", ", ".join(ARRIVALS))
+        raise OutOfRange(f"Arrivals {arrivals!r}", ", ".join(ARRIVALS))
     if arrivals == "closed loop":
         return traffic.closed_loop(concurrency, max(requests, 4 * concurrency), lengths, seed)
     return traffic.bursts(rate, 1.0 if arrivals == "Poisson" else BURST_CV, requests, lengths, seed)
@@ -96,7 +97,7 @@ def traffic_view(
     load = traffic_of(arrivals, rate, concurrency, drawn)
     runs = [simulate(engine(c), load) for c in found]
     if not any(run.finished for run in runs):
-        raise CannotBeServed(
+        raise DoesNotFit(
             f"No request fits: {runs[0].refusals()[0]}", "shorter requests, or a larger pool"
         )
     shown = [serving_runs.kv_use(runs)]
@@ -172,8 +173,8 @@ def traffics_app(
 
 def _common(model: str, gpu: str, rest: str, strategies: tuple[str, ...]) -> dict[str, w.Widget]:
     return {
-        "model": menu("model", geometry.known_models(), geometry.load(model).name),
-        "gpu": gpus("8 GPUs of", hardware.known_cards(), gpu),
+        "model": menu("model", known_models(), load_model(model).name),
+        "gpu": gpus("8 GPUs of", machine.known_cards(), gpu),
         "rest": menu("rest as in", ANCHORS, rest, "rest"),
         "strategies": several("strategies", [*STRATEGIES], strategies),
     }
@@ -182,13 +183,13 @@ def _common(model: str, gpu: str, rest: str, strategies: tuple[str, ...]) -> dic
 def _contenders(model, gpu, rest, strategies):
     known = [s for s in strategies if s.split("(")[0] in STRATEGIES]
     if not known:
-        raise BadSize("No strategy is chosen", "one or more", "Choose some in the list")
+        raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
     return contenders(model, gpu, known, anchor=rest)
 
 
 def _note(rest: str, gpu: str, found) -> str:
     """What the verdict rests on, in words."""
-    capability = hardware.card(gpu).compute_capability
+    capability = machine.card(gpu).compute_capability
     anew = any(parse(c.name).untried(capability) for c in found)
     kept = ", ".join(f"{style.title(c.name)} {c.capacity_tokens:,}" for c in found)
     return (

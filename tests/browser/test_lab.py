@@ -107,7 +107,7 @@ def test_an_error_is_shown_in_place_and_reset_takes_it_away(decode):
     app.root.locator(".widget-dropdown", has_text="heads a GPU").locator("select").focus()
     page.keyboard.press("End")
     error = app.root.get_by_role("alert")
-    expect(error).to_contain_text("BadRecord: No recorded run of glm-5 with 128 heads")
+    expect(error).to_contain_text("BadFile: No recorded run of glm-5 with 128 heads")
     expect(error).to_contain_text("glm-5, 8 heads")
     expect(error).to_contain_text("Measure on this machine")
     assert app.root.locator(".main-svg").first.is_visible(), "the last good view stays"
@@ -150,7 +150,7 @@ def test_budget_by_keyboard(memory):
     assert app.bars() != before
     app.root.locator(".widget-text", has_text="weights").locator("input").fill("120")
     memory.page.keyboard.press("Enter")
-    expect(app.root.get_by_role("alert")).to_contain_text("BudgetDoesNotFit")
+    expect(app.root.get_by_role("alert")).to_contain_text("DoesNotFit")
 
 
 def test_reproduction_by_keyboard(reproduction):

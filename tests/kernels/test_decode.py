@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab.batch import make_batch
-from shadowkv_lab.errors import KernelUnavailable
+from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.kernels import attention, decode, launch
 from shadowkv_lab.kernels.reference import FP8, to_fp8
+from shadowkv_lab.load import make_batch
 
 SCALE = 256**-0.5
 
@@ -153,7 +153,7 @@ def test_split_covers_every_token_once(lens, block, target):
 
 
 def test_without_a_gpu_it_says_so():
-    with pytest.raises(KernelUnavailable, match="not a GPU"):
+    with pytest.raises(CannotRun, match="not a GPU"):
         attention("fused_fp8", torch.device("cpu"))
 
 

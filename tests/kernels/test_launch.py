@@ -8,9 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab import data, hardware
+from shadowkv_lab import facts, machine
 from shadowkv_lab.kernels import launch
-from shadowkv_lab.measure import kernels, timing, tune
+from shadowkv_lab.steps import bench as kernels
+from shadowkv_lab.steps import timing, tune
 
 ARCHES = ("sm_90", "sm_100", "sm_120")
 
@@ -59,13 +60,13 @@ def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeyp
     (tmp_path / "launch").mkdir()
     rows = [asdict(r) for r in launch.rows("sm_90") if r.heads == 8]
     (tmp_path / "launch/sm_90.json").write_text(json.dumps({"name": "sm_90", "rows": rows}))
-    monkeypatch.setattr(data, "DATA", tmp_path)
+    monkeypatch.setattr(facts, "DATA", tmp_path)
     # A GPU without a table of its own begins with the nearest lower one's, and leaves that alone.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     borrowed = (tmp_path / "launch/sm_90.json").read_text()
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(hardware, "memory", lambda device: hardware.Memory(1 << 40, 1 << 40))
-    monkeypatch.setattr(hardware, "device_title", lambda device: "A GPU")
+    monkeypatch.setattr(machine, "memory", lambda device: machine.Memory(1 << 40, 1 << 40))
+    monkeypatch.setattr(machine, "device_title", lambda device: "A GPU")
     monkeypatch.setattr(kernels, "SHAPES", ((1, 64), (1, 256), (8, 64)))
     small = kernels.make_pool(tiny, torch.device("cpu"), 512, ("fp8",))
     monkeypatch.setattr(kernels, "make_pool", lambda *a: small)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shadowkv_lab.cli import app, main
-from shadowkv_lab.errors import BadSize, CannotWrite, UnknownName
+from shadowkv_lab.errors import CannotWrite, OutOfRange, UnknownName
 from shadowkv_lab.ui import display, export, notebooks
 
 
@@ -102,7 +102,7 @@ def test_parameters_are_checked_and_injected():
 )
 def test_a_parameter_of_another_kind_is_refused(wrong, words):
     book = notebook("pool_tokens = 1\nlive: bool = False\ngpu = 'h200'\ncomputed = 2 * 3")
-    with pytest.raises(BadSize, match=words):
+    with pytest.raises(OutOfRange, match=words):
         notebooks.prepared(book, wrong)
     notebooks.prepared(book, {"pool_tokens": 2.5, "live": True, "gpu": None, "computed": "x"})
     with pytest.raises(notebooks.BadNotebook, match="plain Python"):

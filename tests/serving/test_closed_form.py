@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shadowkv_lab import geometry
-from shadowkv_lab.errors import BadSize, LoadDoesNotFit
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
+from shadowkv_lab.model import load_model
 from shadowkv_lab.serving.closed_form import Contender, by_pair, cell, crossovers, point, winner_map
 from shadowkv_lab.serving.steps import FS_PER_MS, PiecewiseLinear, Step, weakest
 
-GLM5 = geometry.load("glm-5")
+GLM5 = load_model("glm-5")
 CAPACITY = {
     storage: int(25.49 * 2**30) // GLM5.token_bytes(storage)
     for storage in ("fp8", "bf16", "fp8+bf16")
@@ -67,10 +67,10 @@ def test_the_map_says_where_nobody_fits_and_who_is_alone():
 
 
 def test_bad_loads_are_named():
-    with pytest.raises(LoadDoesNotFit, match="keeps 500 tokens, below one request of 501"):
+    with pytest.raises(DoesNotFit, match="keeps 500 tokens, below one request of 501"):
         point(contender("small", 500), 1, 501)
     for load in ((0, 5), (5, 0)):
-        with pytest.raises(BadSize):
+        with pytest.raises(OutOfRange):
             point(contender("small", 500), *load)
 
 
@@ -97,7 +97,7 @@ def test_lines_take_the_knots_that_a_step_brings():
 
 def test_knots_out_of_order_are_named():
     for knots in ([0], [5, 5], [9, 3], [-1, 3]):
-        with pytest.raises(BadSize):
+        with pytest.raises(OutOfRange):
             PiecewiseLinear(Step(lambda *_: 1.0), knots)
 
 

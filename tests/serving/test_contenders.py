@@ -5,12 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from shadowkv_lab import errors, geometry, hardware
-from shadowkv_lab.predict.rest import Rest
+from shadowkv_lab import errors, machine
+from shadowkv_lab.model import load_model
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import point
 from shadowkv_lab.serving.contenders import ANCHORS, ByBytes, anchored_rest, contenders, engine
 from shadowkv_lab.serving.simulate import simulate
+from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.strategies import parse
 
 BASIC = ("full_cast", "bf16_pool", "shadow")
@@ -27,7 +28,7 @@ def test_the_case_has_its_capacities_and_its_tpot():
 
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_a_rest_grows_with_the_requests_and_says_that_it_is_assumed(anchor):
-    rest = anchored_rest(anchor, geometry.load("glm-5"), hardware.card("h200"))
+    rest = anchored_rest(anchor, load_model("glm-5"), machine.card("h200"))
     assert 0 < rest(1) < rest(8) < rest(64) and rest.provenance == "assumed"
 
 
@@ -37,7 +38,7 @@ def test_an_unknown_anchor_is_named():
 
 
 def test_by_bytes_is_the_table_of_moves():
-    shape = geometry.load("glm-5")
+    shape = load_model("glm-5")
     step = ByBytes(parse("full_cast"), shape, 495_616, 1597.0, 1000.0, Rest(10.0, experts=0))
     expected = 78 * (1728 * 495_616 / 1e9 + (1152 * 8000 + 576 * 4) / 1597e6)
     assert step(4, 8000) == pytest.approx(10 + expected)
@@ -94,7 +95,7 @@ def test_a_widget_shows_an_error_in_its_place_and_recovers(monkeypatch):
     assert not app.error.value and len(app.plots.children) == 2
     app.controls["lengths"].value = "mooncake-synthetic"
     app.controls["arrivals"].value = "Poisson"
-    assert "CannotBeServed" in app.error.value and "no strategy can serve it" in app.error.value
+    assert "DoesNotFit" in app.error.value and "no strategy can serve it" in app.error.value
     app.controls["arrivals"].value = "closed loop"
     assert not app.error.value
 
@@ -119,7 +120,7 @@ def test_where_requests_are_refused_the_cliff_and_the_traffic_say_so():
     assert min(served) >= 65_792, "one request needs so many rows"
     claimed = re.search(r"From ([\d,]+) tokens", cliff.layout.title.text)
     assert claimed is None or int(claimed[1].replace(",", "")) >= 65_792
-    with pytest.raises(errors.CannotBeServed, match="No request fits"):
+    with pytest.raises(errors.DoesNotFit, match="No request fits"):
         serving_lab.traffic_view(
             gpu="h100",
             lengths="fixed",

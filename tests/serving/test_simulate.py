@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import serve
 
-from shadowkv_lab.errors import BadSize, CannotBeServed
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import Contender, loop_tokens_per_s, point
 from shadowkv_lab.serving.simulate import Engine, simulate
@@ -198,9 +198,7 @@ def test_who_arrives_as_a_step_ends_is_in_the_next(leap):
 
 def test_no_strategy_serves_more_prompts_than_prefill_makes():
     load = traffic.poisson(10, 100, traffic.fixed(1000, 10), seed=1)
-    with pytest.raises(
-        CannotBeServed, match=r"no strategy can serve it.*Scale the rate below 0\.\d"
-    ):
+    with pytest.raises(DoesNotFit, match=r"no strategy can serve it.*Scale the rate below 0\.\d"):
         simulate(Engine(10_000, STEP), load)
     assert len(simulate(Engine(10_000, STEP), load, overload=True).finished) == 100
     simulate(Engine(10_000, STEP), load.scaled(rate=0.3))
@@ -219,10 +217,10 @@ def test_no_strategy_serves_more_prompts_than_prefill_makes():
     ],
 )
 def test_bad_engines_are_named(options):
-    with pytest.raises(BadSize):
+    with pytest.raises(OutOfRange):
         Engine(**{"capacity_tokens": 100, "step": STEP, **options})
 
 
 def test_a_step_of_no_time_is_named():
-    with pytest.raises(BadSize, match="above 0 ms"):
+    with pytest.raises(OutOfRange, match="above 0 ms"):
         simulate(Engine(100, Step(lambda *_: 0.0)), requests([0], [5], [5]))

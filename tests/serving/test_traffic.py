@@ -73,26 +73,26 @@ def test_mooncake(tmp_path, name):
     ],
 )
 def test_broken_traces_say_which_line(tmp_path, text, says):
-    with pytest.raises(errors.BadTrace) as caught:
+    with pytest.raises(errors.BadFile) as caught:
         traces.load(write(tmp_path, text))
     assert says in str(caught.value) and "trace" in str(caught.value)
 
 
 def test_broken_files_are_named(tmp_path):
-    with pytest.raises(errors.BadTrace, match="There is no trace"):
+    with pytest.raises(errors.BadFile, match="There is no trace"):
         traces.load(tmp_path / "none.csv")
-    with pytest.raises(errors.BadTrace, match="is a folder"):
+    with pytest.raises(errors.BadFile, match="is a folder"):
         traces.load(tmp_path)
     plain = tmp_path / "plain.csv.gz"
     plain.write_text(AZURE)
-    with pytest.raises(errors.BadTrace, match="no whole gzip file"):
+    with pytest.raises(errors.BadFile, match="no whole gzip file"):
         traces.load(plain)
     plain.write_bytes(gzip.compress(AZURE.encode())[:-12])
-    with pytest.raises(errors.BadTrace, match="no whole gzip file"):
+    with pytest.raises(errors.BadFile, match="no whole gzip file"):
         traces.load(plain)
     hidden = tmp_path / "hidden.csv"
     hidden.write_bytes(gzip.compress(AZURE.encode()))
-    with pytest.raises(errors.BadTrace, match=r"not text.*end in \.gz"):
+    with pytest.raises(errors.BadFile, match=r"not text.*end in \.gz"):
         traces.load(hidden)
 
 
@@ -103,7 +103,7 @@ def test_scaling(tmp_path):
     assert scaled.prompt_tokens.tolist() == [1, 7] and scaled.output_tokens.tolist() == [1, 1]
     assert scaled.demand.requests_per_s == pytest.approx(2 * read.demand.requests_per_s)
     for wrong in ({"rate": 0}, {"rate": -1}, {"length": 0}, {"rate": float("nan")}):
-        with pytest.raises(errors.BadSize, match="above 0"):
+        with pytest.raises(errors.OutOfRange, match="above 0"):
             read.scaled(**wrong)
 
 
@@ -118,9 +118,9 @@ def test_arrivals_have_the_rate_and_burst_that_were_asked_for(cv):
 
 @pytest.mark.parametrize("name", traffic.known_traffic())
 def test_drawn_lengths_have_the_published_means_and_quantiles(name):
-    from shadowkv_lab import data
+    from shadowkv_lab import facts
 
-    entry = data.find("traffic", "traffic", name)
+    entry = facts.find("traffic", "traffic", name)
     drawn = traffic.published(name).draw(50_000, np.random.default_rng(0))
     for lengths, key in zip(drawn, ("prompt_tokens", "output_tokens"), strict=True):
         assert lengths.mean() == pytest.approx(entry[f"mean_{key}"], rel=0.03)
@@ -146,7 +146,7 @@ def test_bad_traffic_is_named():
         lambda: traffic.closed_loop(0, 5, lengths),
         lambda: traffic.fixed(0, 10),
     ):
-        with pytest.raises(errors.BadSize):
+        with pytest.raises(errors.OutOfRange):
             wrong()
     with pytest.raises(errors.UnknownName, match="azure-conversation"):
         traffic.published("azure-conversatoin")
@@ -158,5 +158,5 @@ def test_bad_traffic_is_named():
         (times, lengths[:1], lengths),
         (times[:0], lengths[:0], lengths[:0]),
     ):
-        with pytest.raises(errors.BadTrace):
+        with pytest.raises(errors.BadFile):
             traffic.Traffic("broken", *broken)

@@ -52,7 +52,7 @@ def sglang():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.runtime_context import get_parallel
 
-    from shadowkv_lab.sglang import Settings, hooks
+    from shadowkv_lab.server.plugin import Settings, hooks
 
     get_parallel().override_permanently(dcp_enabled=False, attn_dcp_size=1, attn_dcp_rank=0)
     wanted = hooks.targets(Settings("shadow", None, 1)) | hooks.targets(Settings("gather_cast"))
@@ -78,7 +78,7 @@ def chosen(sglang, monkeypatch):
     """Choose a strategy for this test: `chosen("shadow", layers=...)`."""
     import torch
 
-    from shadowkv_lab.sglang import Settings, hooks
+    from shadowkv_lab.server.plugin import Settings, hooks
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # DSA's copies call it
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds import attached, exact, layer, pool, runner
 
-from shadowkv_lab.errors import ShadowStale
+from shadowkv_lab.errors import WrongResult
 
 SIZE = 128
 slots = st.lists(st.integers(0, SIZE), min_size=1, max_size=9)  # slot 0 and repeats included
@@ -85,14 +85,14 @@ def test_only_the_chosen_layers_are_mirrored(chosen):
 
 
 def test_a_write_past_the_class_is_caught_by_the_self_check(chosen):
-    from shadowkv_lab.sglang import hooks
+    from shadowkv_lab.server.plugin import hooks
 
     chosen("shadow", every=2)
     real = pool()
     attached(real)
     real.kv_buffer[1][17] += 1
     hooks.self_check(None, runner(real))  # the first of two passes: not yet looked at
-    with pytest.raises(ShadowStale, match="Layer 1, slot 17"):
+    with pytest.raises(WrongResult, match="Layer 1, slot 17"):
         hooks.self_check(None, runner(real))
 
 
@@ -110,7 +110,7 @@ def test_a_subclass_with_a_write_path_of_its_own_would_be_caught(chosen):
 
     real.__class__ = Own
     apply(real, "row", [5], 0, 1.0, 1)
-    with pytest.raises(ShadowStale, match="Layer 0, slot 5"):
+    with pytest.raises(WrongResult, match="Layer 0, slot 5"):
         real._shadowkv.check()
 
 

@@ -31,7 +31,7 @@ def load(**environment):
 
 
 def test_sglangs_registry_reports_every_hook_as_applied(sglang):
-    from shadowkv_lab.sglang import Settings, hooks
+    from shadowkv_lab.server.plugin import Settings, hooks
 
     done = load(SHADOWKV_STRATEGY="shadow", SHADOWKV_CHECK="1")
     applied = json.loads(done.stdout.strip().splitlines()[-1])
@@ -43,7 +43,7 @@ def test_sglangs_registry_reports_every_hook_as_applied(sglang):
     "strategy, count", [("full_cast", 1), ("vector_cast", 4), ("gather_cast", 5), ("fused_fp8", 5)]
 )
 def test_every_strategys_targets_are_in_sglang(sglang, strategy, count):
-    from shadowkv_lab.sglang import Settings, hooks
+    from shadowkv_lab.server.plugin import Settings, hooks
 
     wanted = hooks.targets(Settings(strategy))
     assert len(wanted) == count and all(callable(hooks.resolve(path)) for path in wanted)

@@ -159,7 +159,7 @@ def test_prefill_sees_bf16_rows_and_the_model_the_pool_itself(chosen, case):
     def original(backend, *_):
         seen.append(backend.token_to_kv_pool.get_key_buffer(1).dtype)
 
-    from shadowkv_lab.sglang import hooks
+    from shadowkv_lab.server.plugin import hooks
 
     hooks.extend(original, made)
     with context.forward_context(context.ForwardContext(made)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shadowkv_lab.kernels.reference import FP8
-from shadowkv_lab.sglang import rows
+from shadowkv_lab.server.plugin import rows
 
 D = 576
 
@@ -20,7 +20,7 @@ def stored(count, device, seed=0):
 
 
 def launch(device, *arguments, gather):
-    from shadowkv_lab.sglang import kernels
+    from shadowkv_lab.server.plugin import kernels
 
     kernels.widen(*arguments, gather)
 
@@ -56,7 +56,7 @@ CHILD = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shadowkv_lab.sglang.kernels import ROWS, widen_kernel
+from shadowkv_lab.server.plugin.kernels import ROWS, widen_kernel
 
 names = widen_kernel.arg_names
 for slots, on_device, gather in (("*i64", False, False), ("*i32", True, True)):
@@ -109,7 +109,7 @@ def worst(out, expected):
 
 @pytest.mark.parametrize("lens", [(1,), (40,), (5, 1, 40), (17, 16, 15, 1, 2)])
 def test_fused_decode_with_a_fixed_grid(device, lens):
-    from shadowkv_lab.sglang.decode import GraphDecode
+    from shadowkv_lab.server.plugin.decode import GraphDecode
 
     pool = stored(200, device)
     slots = torch.randperm(199, generator=torch.Generator().manual_seed(1))[: sum(lens)] + 1
@@ -126,7 +126,7 @@ def test_fused_decode_with_a_fixed_grid(device, lens):
 
 @pytest.mark.gpu
 def test_fused_decode_replayed_with_other_lengths():
-    from shadowkv_lab.sglang.decode import GraphDecode
+    from shadowkv_lab.server.plugin.decode import GraphDecode
 
     pool, B = stored(60_000, "cuda"), 4
     slots = torch.zeros(60_000, dtype=torch.int32, device="cuda")

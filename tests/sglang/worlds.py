@@ -88,7 +88,7 @@ def runner(of_pool, **changes):
 
 def attached(of_pool, wrapper=None, heads=8):
     """A backend whose pool has the chosen strategy's reader."""
-    from shadowkv_lab.sglang import hooks
+    from shadowkv_lab.server.plugin import hooks
 
     made = backend(of_pool, wrapper, heads)
     hooks.attach(None, made, runner(of_pool))

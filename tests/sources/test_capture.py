@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from shadowkv_lab import geometry
-from shadowkv_lab.errors import BadCheckpoint, BadRows, BadSize, WrongResult
-from shadowkv_lab.hardware import version_of
+from shadowkv_lab.errors import BadFile, OutOfRange, WrongResult
+from shadowkv_lab.machine import version_of
+from shadowkv_lab.model import from_config
 from shadowkv_lab.sources import capture, checkpoint, poolfile
 
 pytest.importorskip("transformers")
@@ -165,7 +165,7 @@ def test_absorbed_queries_against_the_models_own_attention(name):
         )
     found = capture.run(model, IDS, [0, 1, 2], chunk_tokens=20, queries=9)
     assert found.attention_check < 1e-5
-    shape = geometry.from_config(model.config.to_dict(), name, "test")
+    shape = from_config(model.config.to_dict(), name, "test")
     assert shape.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-12)
     if name == "glm_sparse":  # the lab's attention is dense; run's own check knows the mask
         return
@@ -258,16 +258,16 @@ def test_a_gpu_captures_what_the_cpu_does(checkpoint_dir, tmp_path):
 
 
 def test_a_text_of_no_tokens_and_one_past_the_models_positions(checkpoint_dir, tmp_path):
-    with pytest.raises(BadSize, match=r"0 tokens.*1 to 4096"):
+    with pytest.raises(OutOfRange, match=r"0 tokens.*1 to 4096"):
         capture.capture(checkpoint_dir, "", tmp_path / "p")
-    with pytest.raises(BadSize, match=r"5000 tokens.*1 to 4096 tokens.*max_tokens"):
+    with pytest.raises(OutOfRange, match=r"5000 tokens.*1 to 4096 tokens.*max_tokens"):
         capture.capture(checkpoint_dir, "x" * 5000, tmp_path / "p")
     assert not (tmp_path / "p").exists()
 
 
 @pytest.mark.parametrize("layers", ["", "0-9", "4", "a", "2-1", "-1"])
 def test_layers_that_the_model_does_not_have(checkpoint_dir, tmp_path, layers):
-    with pytest.raises(BadSize, match="0 to 3"):
+    with pytest.raises(OutOfRange, match="0 to 3"):
         capture.capture(checkpoint_dir, TEXT, tmp_path / "p", layers=layers)
 
 
@@ -279,7 +279,7 @@ def test_layers_by_number():
 def test_no_tokenizer(broken, tmp_path):
     for path in broken.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(BadCheckpoint, match="no tokenizer"):
+    with pytest.raises(BadFile, match="no tokenizer"):
         capture.capture(broken, TEXT, tmp_path / "p")
 
 
@@ -294,7 +294,7 @@ def test_nan_rows_are_refused_and_the_old_file_stays(checkpoint_dir, tmp_path, m
         return loaded
 
     monkeypatch.setattr(checkpoint, "load_model", poisoned)
-    with pytest.raises(BadRows, match="Layer 0, token 2 has NaN"):
+    with pytest.raises(OutOfRange, match="Layer 0, token 2 has NaN"):
         capture.capture(checkpoint_dir, TEXT, tmp_path / "p", layers="0")
     assert (tmp_path / "p").read_bytes() == b"old"
 

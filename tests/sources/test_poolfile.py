@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shadowkv_lab import geometry
-from shadowkv_lab.errors import BadRows, BadSize, BadTensorFile, GeometryMismatch
+from shadowkv_lab.errors import BadFile, OutOfRange
 from shadowkv_lab.kernels.reference import FP8, bits
-from shadowkv_lab.measure import decode
+from shadowkv_lab.model import load_model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import formats, poolfile, tensorfile
+from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.strategies import parse
 
-GLM = geometry.load("glm-5")
+GLM = load_model("glm-5")
 
 
 def rows(count, layer=0, scale=1.0):
@@ -60,7 +60,7 @@ def write(path, storage="bf16", count=40, layers=(0, 2), shape=GLM, **options):
 def test_a_round_trip_is_exact(tmp_path, storage):
     extras = {"queries.0": torch.randn(3, 8, 576).bfloat16(), "query_positions": torch.arange(3)}
     file = write(tmp_path / "p", storage, extras=extras)
-    assert (file.geometry, file.layers, file.tokens, file.storage) == (GLM, (0, 2), 40, storage)
+    assert (file.model, file.layers, file.tokens, file.storage) == (GLM, (0, 2), 40, storage)
     for i, layer in enumerate(file.layers):
         assert torch.equal(bits(file.stored(i)), bits(stored(storage, 40, layer)))
     assert torch.equal(load_file(tmp_path / "p")["queries.0"], extras["queries.0"])
@@ -155,7 +155,7 @@ def test_a_20_gb_file_opens_at_once_and_one_layer_is_read_alone(tmp_path):
 
 def test_another_safetensors_file_is_no_pool_file(tmp_path):
     save_file({"rows.0": rows(4)}, tmp_path / "x")
-    with pytest.raises(BadTensorFile, match="no pool file of the lab"):
+    with pytest.raises(BadFile, match="no pool file of the lab"):
         poolfile.load(tmp_path / "x")
     assert "no pool file" in poolfile.problem(tmp_path / "x")
     write(tmp_path / "good")
@@ -165,10 +165,10 @@ def test_another_safetensors_file_is_no_pool_file(tmp_path):
 def test_a_geometry_that_disagrees(tmp_path):
     write(tmp_path / "p")
     other = replace(GLM, name="other", kv_lora_rank=256)
-    with pytest.raises(GeometryMismatch, match=r"kv_lora_rank 512.*256 for other"):
+    with pytest.raises(BadFile, match=r"kv_lora_rank 512.*256 for other"):
         poolfile.load(tmp_path / "p", other)
     pool = Pool(replace(other, layers=1), 64, [("fp8",)])
-    with pytest.raises(GeometryMismatch):
+    with pytest.raises(BadFile):
         poolfile.filler(tmp_path / "p")(pool, 0)
 
 
@@ -178,7 +178,7 @@ def test_nan_rows_are_not_written(tmp_path, value):
     old = (tmp_path / "p").read_bytes()
     bad = rows(40)
     bad[33, 5] = value
-    with pytest.raises(BadRows, match="Layer 2, token 33"):
+    with pytest.raises(OutOfRange, match="Layer 2, token 33"):
         poolfile.write(
             tmp_path / "p", GLM, "bf16", (1, 2), 40, [rows(40), bad].__getitem__, source="test"
         )
@@ -198,14 +198,14 @@ def test_nan_rows_in_a_file_are_not_read(tmp_path):
     changed(tmp_path / "p", tmp_path / "q", **{"rows.2": bad})
     file = poolfile.load(tmp_path / "q")
     file.rows(0)
-    with pytest.raises(BadRows, match="layer 2, token 7"):
+    with pytest.raises(OutOfRange, match="layer 2, token 7"):
         file.rows(1)
 
 
 def test_packed_rows_read_as_raw_ones(tmp_path):
     write(tmp_path / "p", "packed")
     changed(tmp_path / "p", tmp_path / "q", {"storage": "fp8"})
-    with pytest.raises(BadRows, match=r"656.*are packed rows, but were declared fp8"):
+    with pytest.raises(OutOfRange, match=r"656.*are packed rows, but were declared fp8"):
         poolfile.load(tmp_path / "q")
 
 
@@ -222,14 +222,14 @@ def test_packed_rows_read_as_raw_ones(tmp_path):
 def test_a_broken_header(tmp_path, metadata, match):
     write(tmp_path / "p")
     changed(tmp_path / "p", tmp_path / "q", metadata)
-    with pytest.raises(BadTensorFile, match=match):
+    with pytest.raises(BadFile, match=match):
         poolfile.load(tmp_path / "q")
 
 
 def test_layers_of_different_lengths(tmp_path):
     write(tmp_path / "p")
     changed(tmp_path / "p", tmp_path / "q", **{"rows.2": rows(39)})
-    with pytest.raises(BadTensorFile, match="layer 2"):
+    with pytest.raises(BadFile, match="layer 2"):
         poolfile.load(tmp_path / "q")
 
 
@@ -259,7 +259,7 @@ def test_what_is_tiled_says_so(tmp_path):
     assert fill.source(41, 2) == fill.source(40, 3) == "file:p.safetensors (tiled)"
     strict = poolfile.filler(tmp_path / "p.safetensors", tile=False)
     strict(Pool(replace(GLM, layers=2), 40, [("bf16",)] * 2), 0)
-    with pytest.raises(BadSize, match="2 layers x 40 tokens"):
+    with pytest.raises(OutOfRange, match="2 layers x 40 tokens"):
         strict(Pool(replace(GLM, layers=2), 41, [("bf16",)] * 2), 0)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shadowkv_lab.errors import BadTensorFile, CannotWrite
+from shadowkv_lab.errors import BadFile, CannotWrite
 from shadowkv_lab.sources import tensorfile
 from shadowkv_lab.sources.tensorfile import TensorFile
 
@@ -69,7 +69,7 @@ def written(tmp_path):
 def test_truncated(tmp_path, keep):
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadTensorFile, match=r"truncated|not a safetensors"):
+    with pytest.raises(BadFile, match=r"truncated|not a safetensors"):
         TensorFile(path)
 
 
@@ -86,7 +86,7 @@ def test_truncated(tmp_path, keep):
 )
 def test_foreign(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(BadTensorFile, match="not a safetensors file"):
+    with pytest.raises(BadFile, match="not a safetensors file"):
         TensorFile(tmp_path / "x")
 
 
@@ -102,14 +102,14 @@ def test_foreign(tmp_path, content):
 def test_a_header_that_lies(tmp_path, entry):
     text = json.dumps({"rows": entry}).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + b"\x00" * 64)
-    with pytest.raises(BadTensorFile):
+    with pytest.raises(BadFile):
         TensorFile(tmp_path / "x")
 
 
 def test_no_file_and_no_tensor(tmp_path):
-    with pytest.raises(BadTensorFile, match="cannot be read"):
+    with pytest.raises(BadFile, match="cannot be read"):
         TensorFile(tmp_path / "none")
-    with pytest.raises(BadTensorFile, match=r"no tensor 'queries'.*rows"):
+    with pytest.raises(BadFile, match=r"no tensor 'queries'.*rows"):
         TensorFile(written(tmp_path)).view("queries")
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shadowkv_lab import accuracy, data
+from shadowkv_lab import accuracy, facts
 from shadowkv_lab.accuracy import model
 from shadowkv_lab.sources import poolfile
 from shadowkv_lab.strategies import parse
@@ -10,7 +10,7 @@ from shadowkv_lab.ui import accuracy as figures
 
 
 def test_figures_state_their_finding_and_their_data():
-    pool = poolfile.load(data.DATA / "pools" / "tiny-glm-5-random.safetensors")
+    pool = poolfile.load(facts.DATA / "pools" / "tiny-glm-5-random.safetensors")
     errors, alone = accuracy.storage_errors(pool), accuracy.storage_attention(pool)
     whole = accuracy.attention_errors(pool, [parse("full_cast"), parse("bf16_pool")])
     channels = accuracy.channel_errors(pool, "fp8")
@@ -23,7 +23,7 @@ def test_figures_state_their_finding_and_their_data():
         "channels": figures.channel_map(pool, channels, "fp8"),
         "bytes": figures.error_against_bytes(pool, alone, whole),
         "split": figures.attention_split(pool, whole),
-        "model": figures.model_bars(bars, pool.geometry, "tiny, random weights"),
+        "model": figures.model_bars(bars, pool.model, "tiny, random weights"),
     }
     for fig in found.values():
         title = fig.layout.title

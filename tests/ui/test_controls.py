@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 import shadowkv_lab
-from shadowkv_lab.errors import BackendCannotRun, BadSize, BudgetDoesNotFit, UnknownName
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange, UnknownName
 from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab, serving_lab
 
 
@@ -15,16 +15,16 @@ from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab
     "call, wrong, error, words",
     [
         (shadowkv_lab.explorer, {"model": "glm-55"}, UnknownName, "Did you mean"),
-        (shadowkv_lab.explorer, {"concurrency": -1}, BadSize, "whole requests above 0"),
-        (shadowkv_lab.explorer, {"context": "1k"}, BadSize, "whole tokens above 0"),
-        (shadowkv_lab.explorer, {"heads": 7}, BadSize, "8, 16, 32, 64, 128"),
+        (shadowkv_lab.explorer, {"concurrency": -1}, OutOfRange, "whole requests above 0"),
+        (shadowkv_lab.explorer, {"context": "1k"}, OutOfRange, "whole tokens above 0"),
+        (shadowkv_lab.explorer, {"heads": 7}, OutOfRange, "8, 16, 32, 64, 128"),
         (shadowkv_lab.explorer, {"strategies": ("shadwo",)}, UnknownName, "Did you mean 'shadow'"),
         (budget.budget_app, {"gpu": "h2000"}, UnknownName, "Did you mean 'h200'"),
-        (budget.budget_app, {"tensor_parallel": 3}, BadSize, "1, 2, 4, 8, 16"),
-        (budget.budget_app, {"kv_gib": "all"}, BadSize, "a number"),
+        (budget.budget_app, {"tensor_parallel": 3}, OutOfRange, "1, 2, 4, 8, 16"),
+        (budget.budget_app, {"kv_gib": "all"}, OutOfRange, "a number"),
         (reproduce_lab.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
         (serving_lab.loads, {"rest": "mine"}, UnknownName, "case"),
-        (serving_lab.traffics, {"rate": 0}, BadSize, "requests/s above 0"),
+        (serving_lab.traffics, {"rate": 0}, OutOfRange, "requests/s above 0"),
         (serving_lab.traffics, {"lengths": "short"}, UnknownName, "long answers"),
     ],
 )
@@ -68,16 +68,16 @@ def test_the_line_to_paste_runs_anywhere(make):
 
 @pytest.mark.parametrize("rest_ms", [-5.0, float("nan"), float("inf")])
 def test_a_rest_that_is_none_is_refused(rest_ms):
-    with pytest.raises(BadSize, match="0 or more"):
+    with pytest.raises(OutOfRange, match="0 or more"):
         reproduce_lab.reproduction_view(rest_ms=rest_ms)
 
 
 def test_an_empty_choice_and_sizes_below_one_are_refused():
     app = decode_lab.make_app("glm-5", None, 1, 1024, None, (), False)
-    assert "BadRecord" in app.error.value and app.settings["strategies"] == ()
-    with pytest.raises(BadSize, match="one or more"):
+    assert "BadFile" in app.error.value and app.settings["strategies"] == ()
+    with pytest.raises(OutOfRange, match="one or more"):
         decode_lab.measured_view(None, 64, 1, 1, (), [])
-    with pytest.raises(BadSize, match="1 or more"):
+    with pytest.raises(OutOfRange, match="1 or more"):
         decode_lab.recorded_view(context=0)
 
 
@@ -101,12 +101,12 @@ def test_the_budgets_words_follow_what_is_known():
     assert "weights: 'mem usage' of one GPU [assumed]" in html.unescape(app.note.value)
     assert "type your own" in budget.budget_view("kimi-k2", "h200", 8).note
     assert "type your own" not in budget.budget_view().note
-    with pytest.raises(BudgetDoesNotFit, match=r"up to 38\.53 GiB of KV"):
+    with pytest.raises(DoesNotFit, match=r"up to 38\.53 GiB of KV"):
         budget.budget_view(kv_gib=100.0)
 
 
 def test_a_strategy_that_no_kernel_serves_on_a_card_gets_no_numbers():
-    with pytest.raises(BackendCannotRun, match="SM90"):
+    with pytest.raises(CannotRun, match="SM90"):
         serving_lab.load_view(strategies=("native_fp8", "full_cast"))
     assert "native_fp8" in set(
         serving_lab.load_view(gpu="h200", strategies=("native_fp8",)).table.strategy

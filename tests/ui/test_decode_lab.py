@@ -10,9 +10,9 @@ import ipywidgets as w
 import plotly.graph_objects as go
 import pytest
 
-from shadowkv_lab import data
-from shadowkv_lab.errors import BadRecord, LabError
-from shadowkv_lab.measure import records
+from shadowkv_lab import facts
+from shadowkv_lab.errors import BadFile, LabError
+from shadowkv_lab.steps import records
 from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import decode_lab, display, figures, kernels, style
 from shadowkv_lab.ui.app import App, Cancelled, View
@@ -184,7 +184,7 @@ def test_kernel_figures_state_the_recorded_numbers(tmp_path):
     assert f"{big.of_copy['cast']:.0%}" in title and f"{big.of_copy['torch copy_']:.0%}" in title
     assert big.gb_per_s["cast"] == pytest.approx(78 * 495_616 * 1728 / big.ms["cast"] / 1e6)
     (tmp_path / "x.json").write_text('{"schema": 9}')
-    with pytest.raises(BadRecord, match="no kernel benchmark"):
+    with pytest.raises(BadFile, match="no kernel benchmark"):
         kernels.recorded(tmp_path / "x.json")
 
 
@@ -221,7 +221,7 @@ def test_ratios_by_head_count_are_those_of_the_rows():
 
 
 def test_ncus_findings_are_told_as_they_were_recorded(tmp_path):
-    entry = json.loads((data.RUNS / "h200_ncu.json").read_text())
+    entry = json.loads((facts.RUNS / "h200_ncu.json").read_text())
     for kernel in entry["kernels"]:
         told = kernels.limits(kernel["heads"])
         for name in ("memory_percent", "shared_percent", "issue_percent"):
@@ -229,7 +229,7 @@ def test_ncus_findings_are_told_as_they_were_recorded(tmp_path):
         # Registers alone: 65,536 of an SM over those of a warp, in blocks of four warps.
         blocks = 65_536 // (kernel["registers"] // 8 * 8 + 8) // 128
         assert f"allow {min(blocks, 227 // int(kernel['shared_kb'])) * 4} warps" in told
-    with pytest.raises(BadRecord):
+    with pytest.raises(BadFile):
         kernels.limits(8, tmp_path / "none.json")
 
 

@@ -1,12 +1,12 @@
 """Figures and applications of budget and reproduction: titles, errors in place, reset."""
 
-from shadowkv_lab.predict import case, hypotheses, verdict
-from shadowkv_lab.predict.fit import fit
-from shadowkv_lab.predict.rest import Rest
+from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.steps.fit import fit
+from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.ui import budget as budget_figures
 from shadowkv_lab.ui import reproduce as figures
 from shadowkv_lab.ui import reproduce_lab
-from tests.predict import synthetic_runs as known
+from tests.steps import synthetic_runs as known
 
 FIT = fit(known.runs("full_cast,bf16_pool,shadow"))
 REST = Rest(20.0, experts=0)
@@ -56,13 +56,13 @@ def test_apps_show_errors_in_place_and_reset():
     app = budget_figures.make_app()
     before = [fig.layout.title.text for fig in app.view.figures]
     app.controls["mem_fraction_static"].value = 1.5
-    assert "BadSize" in app.error.value
+    assert "OutOfRange" in app.error.value
     assert "above 0 and below 1" in app.error.value
     app.reset()
     assert app.error.value == ""
     assert [fig.layout.title.text for fig in app.view.figures] == before
     app.controls["log"].value = "nonsense\n"
-    assert "BadLog" in app.error.value
+    assert "BadFile" in app.error.value
     app.controls[
         "log"
     ].value = "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 1000, KV size: 10.00 GB\n"
@@ -78,7 +78,7 @@ def test_the_reproduction_app_takes_a_users_numbers(monkeypatch):
     app.controls["after_ms"].value = 84.85
     assert "10.8 of the cast" in app.note.value
     app.controls["before_ms"].value = 50.0
-    assert "RestIsNegative" in app.error.value
+    assert "NoAnswer" in app.error.value
 
 
 _predict = verdict.predict
