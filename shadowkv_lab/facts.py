@@ -29,3 +29,8 @@ def find(folder: str, kind: str, name: str, remedy: str = "") -> dict:
     if entry is None:
         raise UnknownName(kind, name, known, remedy)
     return entry
+
+
+def stamps(folder: str, pattern: str) -> tuple[tuple[Path, int], ...]:
+    """The files of a folder and when they last changed: a key for what was read from them."""
+    return tuple((p, p.stat().st_mtime_ns) for p in sorted((DATA / folder).glob(pattern)))

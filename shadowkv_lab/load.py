@@ -1,9 +1,35 @@
-"""The running requests of one decode step, and the slots that they refer to."""
+"""A load: requests, context and tokens per step; and the batch of slots that it becomes."""
 
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+
+
+@dataclass(frozen=True)
+class Load:
+    """Running requests of one size.
+
+    `context` is the live tokens of each request, this step's included (an average where requests
+    differ). A step writes `tokens_per_step` new rows per request: 1, more with MTP.
+    """
+
+    concurrency: int = 1
+    context: int | float = 1024
+    tokens_per_step: int = 1
+
+    @property
+    def live_tokens(self) -> float:
+        """L: slots that the requests refer to."""
+        return self.concurrency * self.context
+
+    @property
+    def new_tokens(self) -> int:
+        """R: rows written in a step."""
+        return self.concurrency * self.tokens_per_step
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} x {self.context:,.0f}"
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,13 @@ def _card(entry: dict) -> Card:
 
 def detect_card(device: str | torch.device = "cuda") -> Card | None:
     """The card of a CUDA device by its driver name; None if data/gpus lacks it, or on a CPU."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return None
-    driver_name = torch.cuda.get_device_name(device)
+    return card_of(device_title(device)) if torch.device(device).type == "cuda" else None
+
+
+def card_of(title: str) -> Card | None:
+    """The card that the driver calls `title`, or that has this name; None if there is none."""
     for entry in facts.catalogue("gpus").values():
-        if driver_name in entry["driver_names"]:
+        if title in (*entry["driver_names"], entry["name"]):
             return _card(entry)
     return None
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shadowkv_lab import facts
@@ -37,7 +37,7 @@ class Model:
     shared_experts: int = 0
     dense_layers: int = 0
     moe_intermediate_size: int = 0
-    source: str = ""
+    source: str = field(default="", compare=False)
 
     @property
     def row(self) -> int:

@@ -38,13 +38,15 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
 
     `backend` chooses who reads BF16. "auto" is flashinfer on a GPU and the reference on a CPU;
     where flashinfer is missing, `CannotRun` names the remedy instead of falling back.
+    "reference" reads whatever is stored, anywhere.
     """
     if backend not in BACKENDS:
         raise UnknownName("backend", backend, BACKENDS)
+    on_a_cpu = reads == "bf16" and (backend, device.type) == ("auto", "cpu")
+    if backend == "reference" or on_a_cpu:
+        return reference.ReferenceAttention()
     if reads == "fused_fp8":
         return _triton("decode", device).FusedAttention()
-    if reads == "bf16" and (backend == "reference" or (backend, device.type) == ("auto", "cpu")):
-        return reference.ReferenceAttention()
     flashinfer = importlib.import_module("shadowkv_lab.kernels.flashinfer")
     variant = backend.removeprefix("flashinfer_")
     return flashinfer.FlashInferAttention(variant, reads, device)

@@ -148,7 +148,9 @@ def compare(
         )
     tpot = pd.DataFrame(rows).sort_values("requests", ignore_index=True)
     first = tpot.iloc[0]
-    card = gpu or _card_of(before.trace)
+    card = gpu
+    if card is None and before.trace and (seen := machine.card_of(before.trace.device or "")):
+        card = seen.name
     pool = before.fact("max_total_num_tokens")
     cast = left = cast_ms = None
     left_how = "no trace: from the TPOTs, if nothing else has changed"
@@ -262,9 +264,3 @@ def _shortest_us(geometry: Model, pool_tokens: int) -> float:
     fastest = max(machine.card(n).bandwidth_gb_per_s for n in machine.known_cards())
     moved = pool_tokens * (geometry.row_bytes("fp8") + geometry.row_bytes("bf16"))
     return moved / fastest / 1e3
-
-
-def _card_of(trace: results.Trace | None) -> str | None:
-    """The card of data/gpus that a trace was taken on."""
-    entries = facts.catalogue("gpus").values()
-    return next((e["name"] for e in entries if trace and trace.device in e["driver_names"]), None)

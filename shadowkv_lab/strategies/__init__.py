@@ -5,21 +5,20 @@ import re
 
 from shadowkv_lab.errors import OutOfRange, UnknownName
 from shadowkv_lab.model import Model
-from shadowkv_lab.strategies.base import Moves, Strategy
-from shadowkv_lab.strategies.bf16_pool import BF16Pool
-from shadowkv_lab.strategies.full_cast import FullCast
-from shadowkv_lab.strategies.fused_fp8 import FusedFP8
-from shadowkv_lab.strategies.gather_cast import GatherCast
-from shadowkv_lab.strategies.native_fp8 import NativeFP8
-from shadowkv_lab.strategies.shadow import Shadow
-from shadowkv_lab.strategies.vector_cast import VectorCast
+from shadowkv_lab.strategies import (  # each definition enters STRATEGIES
+    bf16_pool,
+    full_cast,
+    fused_fp8,
+    gather_cast,
+    native_fp8,
+    shadow,
+    vector_cast,
+)
+from shadowkv_lab.strategies.base import STRATEGIES, Label, Moves, Strategy
 
-# A new strategy is one new file and one more name here; tables, figures and widgets follow.
-STRATEGIES: dict[str, type[Strategy]] = {
-    s.name: s for s in (FullCast, BF16Pool, Shadow, GatherCast, VectorCast, NativeFP8, FusedFP8)
-}
+__all__ = ["STRATEGIES", "Label", "Moves", "Strategy", "parse", "parse_list", "runnable"]
 
-__all__ = ["STRATEGIES", "Moves", "Strategy", "parse", "parse_list", "runnable"]
+OWN = (full_cast, bf16_pool, shadow, gather_cast, vector_cast, native_fp8, fused_fp8)
 
 
 def runnable(model: Model, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:
@@ -47,8 +46,9 @@ def parse(text: "str | Strategy") -> Strategy:
     if unknown := set(options) - set(known):
         raise UnknownName(f"option of {match[1]}", unknown.pop(), known)
     for key, value in options.items():
-        wanted = str if isinstance(known[key].default, str) else int | None
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        default = known[key].default
+        wanted = {type(None): int | None, float: int | float}.get(type(default), type(default))
+        if not isinstance(value, wanted) or isinstance(value, bool) != isinstance(default, bool):
             raise OutOfRange(f"{match[1]}({key}={value})", f"{key} as {known[key].type}")
     return kind(**options)
 

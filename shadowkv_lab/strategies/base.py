@@ -1,14 +1,51 @@
-"""What a strategy is: what it keeps, what it moves, and how its rows become readable."""
+"""What a strategy is: what it keeps, what it moves, and how its rows become readable.
 
+Bytes per layer and step, P pool slots, L live tokens, R new tokens, for rows of 576 values:
+
+| strategy | keeps (B/token/layer) | moves |
+|---|---|---|
+| full_cast, vector_cast | 576, and one layer of BF16 scratch (1152 P) | 1728 P + 1152 L + 576 R |
+| bf16_pool | 1152 | 1152 L + 1152 R |
+| shadow | 1728 | 1152 L + 1728 R |
+| gather_cast | 576, and scratch (1152 L) | 2880 L + 576 R |
+| native_fp8, fused_fp8 | 576 | 576 L + 576 R |
+"""
+
+from __future__ import annotations
+
+import colorsys
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from shadowkv_lab.load import Batch
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.model import Model
-from shadowkv_lab.pool import Pool
 from shadowkv_lab.rules import Serving, check
+
+if TYPE_CHECKING:
+    from shadowkv_lab.strategies.step import DecodeStep
+
+# Okabe and Ito's colour-blind-safe palette, without its yellow, which is too pale for thin lines,
+# then Paul Tol's "muted" set. One colour means one strategy, in every figure.
+PALETTE = (
+    *("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"),
+    *("#882255", "#999933", "#332288", "#44AA99", "#661100"),
+)
+
+# By name, in the order of legends; a class enters it when it is defined.
+STRATEGIES: dict[str, type[Strategy]] = {}
+
+
+def colour_of(order: int) -> str:
+    """The colour of the strategy at place `order`; beyond the palette, its colours made lighter."""
+    turn, place = divmod(order, len(PALETTE))
+    red, green, blue = (int(PALETTE[place][i : i + 2], 16) / 255 for i in (1, 3, 5))
+    hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
+    light = 1 - (1 - light) * 0.7**turn
+    shade = colorsys.hls_to_rgb(hue, light, saturation)
+    return "#" + "".join(f"{round(255 * part):02X}" for part in shade)
 
 
 class Moves(NamedTuple):
@@ -24,34 +61,130 @@ class Moves(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Label:
+    """What tables and figures need of a strategy; travels with every step of it.
+
+    `label` names it with its options, as `parse` reads them back. `order` is its place in a
+    legend. A colleague's strategy that is not defined here keeps its label, title and colour.
+    """
+
+    label: str
+    title: str
+    colour: str
+    order: int
+
+    @property
+    def name(self) -> str:
+        return self.label.split("(")[0]
+
+
+@dataclass(frozen=True)
 class Strategy:
     """One way to keep and read the pool; measurement and prediction use the same object.
 
-    A subclass sets `name`, `title`, `kinds` (what each layer keeps) and `reads` (what its
-    attention takes: "bf16", "native_fp8" or "fused_fp8"), and gives `moves` and, if attention
-    does not read the pool itself, `scratch_rows` and `cast`. P, L and R are the pool's slots,
-    the live tokens and the new tokens.
+    A subclass is a frozen dataclass with a `name` and a `title`; its fields are its options. To
+    define it registers it: it then has a colour and a place in every table, figure and widget. It
+    sets `kinds` (what each layer of the pool keeps) and `reads` (what its attention takes: "bf16",
+    "native_fp8" or "fused_fp8"), gives `moves`, and overrides the hooks that it needs. P, L and R
+    are the pool's slots, the live tokens and the new tokens.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
+    order: ClassVar[int]  # place in legends, which decides the colour; the next free one if unset
     kinds: ClassVar[tuple[str, ...]] = ("fp8",)
     reads: ClassVar[str] = "bf16"
-    compact: ClassVar[bool] = False  # attention reads gathered rows, live token i in row i
+    compact: ClassVar[bool] = False  # attention reads row i for live token i, not the page table
     needs: ClassVar[str | None] = None  # kernel module without which it cannot run
-    backend: ClassVar[str | None] = None  # of `kernels.rules`, where only this one can read it
+    backend: ClassVar[str | None] = None  # its rules' name, where only one backend can read it
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        name = cls.__dict__.get("name")
+        if name is None:  # a variant of its parent, such as a test's
+            return
+        known = STRATEGIES.get(name)
+        if known is not None and known.__qualname__ != cls.__qualname__:
+            raise OutOfRange(
+                f"A strategy named {name!r} is defined already, by {known.__qualname__}",
+                "a name of its own",
+            )
+        if "order" not in cls.__dict__:
+            taken = {s.order for s in STRATEGIES.values()}
+            cls.order = known.order if known else next(i for i in count() if i not in taken)
+        STRATEGIES[name] = cls
+        ordered = sorted(STRATEGIES.items(), key=lambda item: item[1].order)
+        STRATEGIES.clear()
+        STRATEGIES.update(ordered)
 
     @property
     def label(self) -> str:
         """The name with the options that are not defaults: what `parse` reads back."""
-        changed = [
-            f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
-        ]
-        return f"{self.name}({','.join(changed)})" if changed else self.name
+        options = self._options()
+        return f"{self.name}({options})" if options else self.name
 
-    def at(self, layer: int) -> "Strategy":
+    @property
+    def tag(self) -> Label:
+        """Label, title, colour and place, to travel with a step."""
+        options = self._options()
+        title = f"{self.title} ({options})" if options else self.title
+        return Label(self.label, title, colour_of(self.order), self.order)
+
+    def _options(self) -> str:
+        return ",".join(
+            f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) != f.default
+        )
+
+    # What a strategy says of itself.
+
+    def at(self, layer: int) -> Strategy:
         """The strategy of one layer; itself unless layers differ."""
         return self
+
+    def moves(self, model: Model, P: int, L: int, R: int) -> Moves:
+        """Bytes that one layer moves in one step; `strategies.check` counts them."""
+        raise NotImplementedError
+
+    def buffers(self, model: Model) -> dict[str, int]:
+        """BF16 rows per layer that it keeps between steps, beside the pool, by name."""
+        return {}
+
+    def scratch_rows(self, P: int, L: int) -> int:
+        """BF16 scratch rows, one buffer for all layers."""
+        return 0
+
+    @property
+    def cast_curve(self) -> str:
+        """The name under which its cast kernel's times are recorded and predicted."""
+        return self.label
+
+    @property
+    def write_curve(self) -> str:
+        """The name under which its write kernel's times are recorded and predicted."""
+        return "+".join(self.kinds)
+
+    # What it does in a step; `step` is the `DecodeStep` at work, and nothing here may sync.
+
+    def prepare(self, step: DecodeStep) -> None:
+        """Fill what it keeps between steps, once per batch; no part of the step's time."""
+
+    def advance(self, step: DecodeStep, turn: int) -> None:
+        """Follow the batch to other last pages, between steps; no part of the step's time."""
+
+    def write(self, step: DecodeStep, layer: int) -> None:
+        """Write the layer's new rows to every buffer it keeps."""
+        step.pool.write_unchecked(layer, step.batch.new_slots, step.rows[layer])
+
+    def cast(self, step: DecodeStep, layer: int) -> None:
+        """Make a layer's rows readable."""
+
+    def readable(self, step: DecodeStep, layer: int) -> torch.Tensor:
+        """The rows [n, row] that attention reads."""
+        if self in step.scratch:
+            return step.scratch[self]
+        return (step.pool.bf16 if self.reads == "bf16" else step.pool.fp8)[layer]
+
+    # What follows is the same for every strategy.
 
     def barred(self, model: Model, heads: int, compute_capability: tuple[int, int]) -> str:
         """Why its one backend cannot read this on such a card, by the rules; empty if it can."""
@@ -72,25 +205,6 @@ class Strategy:
         """Whether its kernel was compiled for such a card and never run on one."""
         return False
 
-    def moves(self, model: Model, P: int, L: int, R: int) -> Moves:
-        """Bytes that one layer moves in one step."""
-        raise NotImplementedError
-
-    def scratch_rows(self, P: int, L: int) -> int:
-        """BF16 scratch rows, one buffer for all layers."""
-        return 0
-
-    def cast(self, pool: Pool, layer: int, batch: Batch, scratch: torch.Tensor) -> None:
-        """Make a layer's rows readable in `scratch` [scratch_rows, row]; no host sync."""
-
-    def readable(self, pool: Pool, layer: int, scratch: torch.Tensor | None) -> torch.Tensor:
-        """The rows that attention reads."""
-        if scratch is not None:
-            return scratch
-        return (pool.bf16 if self.reads == "bf16" else pool.fp8)[layer]
-
-    # What follows is the same for every strategy.
-
     def storage(self, model: Model) -> list[tuple[str, ...]]:
         """What each layer keeps, for `Pool`."""
         return [self.at(layer).kinds for layer in range(model.layers)]
@@ -98,6 +212,11 @@ class Strategy:
     def token_bytes(self, model: Model) -> int:
         """Bytes kept per token over all layers, without scratch and index keys."""
         return sum(model.row_bytes("+".join(kinds)) for kinds in self.storage(model))
+
+    def fixed_bytes(self, model: Model) -> int:
+        """Bytes kept beside the pool whatever its size, all layers."""
+        rows = (sum(self.at(i).buffers(model).values()) for i in range(model.layers))
+        return sum(rows) * model.row_bytes("bf16")
 
     def step_moves(self, model: Model, P: int, L: int, R: int) -> Moves:
         """Bytes that a whole step moves, all layers."""
@@ -108,8 +227,3 @@ class Strategy:
         """Bytes of scratch that all layers share."""
         kinds = {self.at(layer) for layer in range(model.layers)}
         return sum(s.scratch_rows(P, L) for s in kinds) * model.row_bytes("bf16")
-
-
-def attention_bytes(model: Model, storage: str, L: int) -> int:
-    """Bytes that attention over L live rows reads; queries and outputs are left out."""
-    return model.row_bytes(storage) * L

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shadowkv_lab.strategies.base import Moves, Strategy, attention_bytes
+from shadowkv_lab.strategies.base import Moves, Strategy
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class BF16Pool(Strategy):
 
     name = "bf16_pool"
     title = "BF16 pool"
+    order = 1
     kinds = ("bf16",)
 
     def moves(self, model, P, L, R):
-        return Moves(0, attention_bytes(model, "bf16", L), model.row_bytes("bf16") * R)
+        return Moves(0, model.row_bytes("bf16") * L, model.row_bytes("bf16") * R)

@@ -7,16 +7,17 @@ from shadowkv_lab.strategies.native_fp8 import NativeFP8
 
 @dataclass(frozen=True)
 class FusedFP8(NativeFP8):
-    """One byte a value kept, half of BF16's bytes moved, queries in 16 bits.
+    """One byte per value kept, half of BF16's bytes moved, queries in 16 bits.
 
-    Use it where Triton runs: with it neither a cast nor a shadow has anything left to save.
+    Use it where Triton runs: it leaves nothing for a cast or a shadow to save.
     """
 
     name = "fused_fp8"
     title = "fused FP8 (this lab)"
+    order = 6
     reads = "fused_fp8"
     needs = "decode"
-    backend = None  # Triton compiles it for any card
+    backend = "lab_fused_fp8"
 
     def untried(self, compute_capability):
         return compute_capability[0] != 9

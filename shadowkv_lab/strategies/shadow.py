@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shadowkv_lab.errors import OutOfRange
-from shadowkv_lab.strategies.base import Moves, Strategy, attention_bytes
+from shadowkv_lab.strategies.base import Moves, Strategy
 from shadowkv_lab.strategies.full_cast import FullCast
 
 
@@ -13,9 +13,9 @@ class Shadow(Strategy):
 
     It reads as a BF16 pool reads and keeps three times the FP8 bytes, so it pays only where the
     FP8 copy is needed anyway, or where it covers part of the layers. `layers` shadows the first
-    so many and casts the others in full (None: all). `mirror` "exact" holds bf16(fp8(row)), so
-    that its output equals full cast's bit for bit; "original" holds the row as it came: more
-    accurate, but results then depend on how a row came in.
+    n layers and casts the others in full (None: all layers). `mirror` "exact" holds
+    bf16(fp8(row)), so that its output equals full cast's bit for bit; "original" holds the row as
+    it came: more accurate, but a row restored from FP8 then gives another output than a fresh one.
     """
 
     layers: int | None = None
@@ -23,6 +23,7 @@ class Shadow(Strategy):
 
     name = "shadow"
     title = "shadow buffer"
+    order = 2
     kinds = ("fp8", "bf16")
 
     def __post_init__(self):
@@ -36,4 +37,4 @@ class Shadow(Strategy):
         return Shadow(mirror=self.mirror) if shadowed else FullCast()
 
     def moves(self, model, P, L, R):
-        return Moves(0, attention_bytes(model, "bf16", L), model.row_bytes("fp8+bf16") * R)
+        return Moves(0, model.row_bytes("bf16") * L, model.row_bytes("fp8+bf16") * R)

@@ -16,7 +16,9 @@ class VectorCast(FullCast):
 
     name = "vector_cast"
     title = "vector cast"
+    order = 4
     needs = "cast"
 
-    def cast(self, pool, layer, batch, scratch):
-        kernels.mover(self.needs, pool.device)(pool.fp8[layer], scratch)
+    def cast(self, step, layer):
+        cast = kernels.mover("cast", step.pool.device)
+        cast(step.pool.fp8[layer], step.scratch[self])

@@ -1,0 +1,291 @@
+"""A step: one decode step of one strategy at one setting, measured, recorded or predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from shadowkv_lab import facts, machine
+from shadowkv_lab.deployment import Setting
+from shadowkv_lab.errors import BadFile
+from shadowkv_lab.provenance import Provenance
+from shadowkv_lab.provenance import recorded as recorded_by
+from shadowkv_lab.strategies import Label
+
+SCHEMA = 2
+PHASES = ("cast", "attention", "write")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a measured step comes from: machine, state, versions, and how to repeat it."""
+
+    device: str
+    sm_clock_mhz: int | None
+    memory_clock_mhz: int | None
+    power_w: float | None
+    driver: str | None
+    torch: str
+    triton: str | None
+    flashinfer: str | None
+    copy_gb_per_s: float
+    read_gb_per_s: float
+    git_revision: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step, over all layers: "cast", "attention" or "write".
+
+    `bytes` are those that the strategy's `moves` gives; `curve` names the kernel whose times it
+    belongs to, None where the layers differ. In a record file every phase is "recorded".
+    """
+
+    name: str
+    ms: float
+    bytes: int
+    curve: str | None = None
+    provenance: Provenance = field(default_factory=recorded_by)
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes / self.ms / 1e6 if self.ms > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode step of one strategy at one setting.
+
+    `card` is a name of data/gpus, or what the device calls itself where no file has it. Times are
+    ms over all layers: medians where measured, with `spread_ms` the range of the middle half of
+    `samples`; `plan_ms` is the attention kernels' host work per batch, no part of the step. `mode`
+    is "graph" (CUDA graph replay, which predictions are of) or "eager". `error` is the worst
+    relative L2 error of a (request, head) against float64 attention over the stored rows.
+    `kept_bytes` stay between steps; `scratch_bytes` are needed besides. `origin` is None for a
+    prediction.
+    """
+
+    strategy: Label
+    setting: Setting
+    card: str
+    phases: tuple[Phase, ...]
+    ms: float
+    kept_bytes: int
+    scratch_bytes: int = 0
+    mode: str = "graph"
+    backend: str = ""
+    spread_ms: float = 0.0
+    samples: int = 0
+    plan_ms: float = 0.0
+    error: float | None = None
+    clipped: int = 0
+    origin: Origin | None = None
+
+    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
+
+    def __getitem__(self, phase: str) -> Phase:
+        return next(p for p in self.phases if p.name == phase)
+
+    @property
+    def provenance(self) -> Provenance:
+        """The weakest of its phases that take time."""
+        return sum(p.provenance for p in self.phases if p.ms) or self.phases[-1].provenance
+
+    @property
+    def how(self) -> str:
+        """The analogies behind assumed phases, in words; empty where there are none."""
+        parts = [p for p in self.phases if str(p.provenance) == "assumed"]
+        return "; ".join(f"{p.name}: {p.provenance.how}" for p in parts)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether other work disturbed it too much to be compared: see `NOISY`."""
+        residual = self.ms - sum(p.ms for p in self.phases)
+        return max(self.spread_ms, abs(residual)) > NOISE * self.ms
+
+
+COLUMNS = [
+    *("strategy", "title", "colour", "order", "model", "layers", "heads", "pool_tokens"),
+    *("concurrency", "context", "mode", "card", "backend", "step_ms", "noisy", "provenance"),
+    *(f"{name}_ms" for name in PHASES),
+    *(f"origin.{name}" for name in Origin.__dataclass_fields__),
+]  # of a frame without rows
+NOISE = 0.25
+NOISY = (
+    "the samples spread over more than a quarter of the step, or its phases do not add up to it: "
+    "other work ran, or the host sets the pace. Measure again on a quiet machine"
+)
+
+
+def noisy(steps: pd.DataFrame) -> list[str]:
+    """The strategies of a frame that are too disturbed to be compared; `NOISY` says it in words."""
+    return list(dict.fromkeys(steps[steps.noisy].strategy))
+
+
+def origin(
+    device: torch.device, copy_gb_per_s: float, read_gb_per_s: float, command: str | None = None
+) -> Origin:
+    """The origin of a step measured now on `device`."""
+    return Origin(
+        device=machine.device_title(device),
+        **machine.clocks(device)._asdict(),
+        torch=torch.__version__,
+        triton=machine.version_of("triton"),
+        flashinfer=machine.version_of("flashinfer-python"),
+        copy_gb_per_s=round(copy_gb_per_s, 1),
+        read_gb_per_s=round(read_gb_per_s, 1),
+        git_revision=machine.git_revision(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command or f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
+    )
+
+
+def frame(steps: Iterable[Step]) -> pd.DataFrame:
+    """One row per step, for tables and figures; `origin.*` columns say where each comes from.
+
+    Columns: `strategy` (its label), `title`, `colour`, `order`; the setting, flat; `step_ms`,
+    `step_spread_ms`, and per phase `*_ms`, `*_gb`; `residual_ms` is the step less its phases.
+    """
+    rows = []
+    for s in steps:
+        at, load, phases = s.setting, s.setting.load, {p.name: p for p in s.phases}
+        row = dict(
+            strategy=s.strategy.label,
+            title=s.strategy.title,
+            colour=s.strategy.colour,
+            order=s.strategy.order,
+            model=at.model.name,
+            layers=at.model.layers,
+            heads=at.heads,
+            pool_tokens=at.pool_tokens,
+            concurrency=load.concurrency,
+            context=load.context,
+            live_tokens=load.live_tokens,
+            new_tokens=load.new_tokens,
+            page_size=at.page_size,
+            slot_order=at.order,
+            rows=at.rows,
+            card=s.card,
+            backend=s.backend,
+            mode=s.mode,
+            step_ms=s.ms,
+            step_spread_ms=s.spread_ms,
+        )
+        for name in PHASES:
+            phase = phases.get(name)
+            row[f"{name}_ms"] = phase.ms if phase else 0.0
+            row[f"{name}_gb"] = phase.bytes / 1e9 if phase else 0.0
+        row |= dict(
+            residual_ms=s.ms - sum(p.ms for p in s.phases),
+            plan_ms=s.plan_ms,
+            samples=s.samples,
+            kept_bytes=s.kept_bytes,
+            scratch_bytes=s.scratch_bytes,
+            error=s.error,
+            clipped=s.clipped,
+            provenance=str(s.provenance),
+            how=s.how,
+            noisy=s.noisy,
+        )
+        of = s.origin
+        row |= {f"origin.{n}": getattr(of, n) if of else None for n in Origin.__dataclass_fields__}
+        rows.append(row)
+    return pd.DataFrame(rows, columns=None if rows else COLUMNS)
+
+
+def latest(steps: Iterable[Step]) -> list[Step]:
+    """The newest step of each cell: strategy, setting, card, attention kernel and mode."""
+    cells: dict[tuple, Step] = {}
+    for s in sorted(steps, key=lambda s: s.origin.date if s.origin else ""):
+        cells[(s.strategy.label, s.setting, s.card, s.backend, s.mode)] = s
+    return list(cells.values())
+
+
+def append(path: str | Path, step: Step) -> None:
+    """Add a measured step to a record file and push it to the disk, so that a crash keeps it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as file:
+        file.write(("\n" if torn else "") + to_line(step) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def to_line(step: Step) -> str:
+    """A step as one line of a record file, without what is a default."""
+    without = {"phases": {"__all__": {"provenance"}}, "setting": {"model": {"source"}}}
+    entry = _ADAPTER.dump_python(step, mode="json", exclude=without, exclude_defaults=True)
+    return json.dumps({"schema": SCHEMA, **entry})
+
+
+def read(path: str | Path) -> list[Step]:
+    """All steps of a record file.
+
+    A last line that was cut short is skipped with a warning that names it. Raises `BadFile` for
+    any other line that is no step, and for another schema version.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFile(f"Cannot read {path}: {error}", "a JSONL file of steps") from None
+    lines, found = text.splitlines(), []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path.name}, line {number}"
+        try:
+            found.append(_step_of(line, where))
+        except BadFile:
+            if number < len(lines) or text.endswith("\n"):
+                raise
+            warnings.warn(f"{where} was cut short and is skipped", stacklevel=2)
+    return found
+
+
+def _step_of(line: str, where: str) -> Step:
+    if not BEGINNING.match(line):
+        schema = SCHEMA_OF.search(line)
+        raise BadFile(
+            f"{where} has schema {schema[1]}" if schema else f"{where} is no recorded step",
+            f"lines that begin with their schema, {SCHEMA}",
+            "Record the run again",
+        )
+    try:
+        return _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field_ = ".".join(map(str, first["loc"]))
+        raise BadFile(f"{where}: {field_ or 'the line'}: {first['msg']}", "whole steps") from None
+
+
+def recorded() -> list[Step]:
+    """All steps under data/runs, read again when a file changes."""
+    return list(_recorded(facts.stamps("runs", "*.jsonl")))
+
+
+@cache
+def _recorded(stamps: tuple) -> tuple[Step, ...]:
+    return tuple(step for path, _ in stamps for step in read(path))
+
+
+# A line of a record file begins so; another schema, or none, is told before anything is parsed.
+BEGINNING = re.compile(rf'\s*\{{\s*"schema"\s*:\s*{SCHEMA}\s*,')
+SCHEMA_OF = re.compile(r'"schema"\s*:\s*(\w+)')
+_ADAPTER = TypeAdapter(Step)
