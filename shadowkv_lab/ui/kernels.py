@@ -8,7 +8,6 @@ import plotly.graph_objects as go
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile
-from shadowkv_lab.steps.records import SCHEMA
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import style
 
@@ -39,9 +38,9 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
     except (OSError, ValueError) as error:
         raise BadFile(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
     for p, file in zip(paths, files, strict=True):
-        if not isinstance(file, dict) or file.get("schema") != SCHEMA:
+        if not isinstance(file, dict) or file.get("schema") != 1:
             raise BadFile(
-                f"{p.name} is no kernel benchmark of schema {SCHEMA}", remedy="Record it again"
+                f"{p.name} is no kernel benchmark of schema 1", remedy="Record it again"
             )
     newest = max(files, key=lambda f: f["origin"]["date"])
     return pd.DataFrame(newest["rows"]), newest["origin"]
