@@ -72,8 +72,8 @@ def read_json(path: str | Path, kind: type[T] = dict, *, unique: bool = True) ->
 def read_lines(path: str | Path, kind: type[T] = dict) -> list[T]:
     """Every line of a JSONL file as `kind`, see `read_json`; blank lines are passed over.
 
-    A last line that a crash cut short (no line end, and not JSON) is skipped with a warning that
-    names it. Raises `BadFile` with path, line and field for any other.
+    A line that a crash cut short is skipped with a warning that names it: the last one, or one
+    that a later writer left behind. Raises `BadFile` with path, line and field for any other.
     """
     found = []
     lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -84,12 +84,26 @@ def read_lines(path: str | Path, kind: type[T] = dict) -> list[T]:
         try:
             _require_plain(line, where)
         except BadFile:
-            if number < len(lines):
+            if not _torn(line):
                 raise
             warnings.warn(f"{where} was cut short and is skipped", stacklevel=2)
             continue
         found.append(_as(kind, line, where))
     return found
+
+
+def _torn(line: bytes) -> bool:
+    """Whether an object begins on this line and JSON ends before the object does."""
+    if not line.lstrip().startswith(b"{"):
+        return False
+    try:
+        text = line.decode("utf-8", "ignore").rstrip()
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated") or error.pos >= len(text)
+    except RecursionError:
+        return False
+    return False
 
 
 def parse(

@@ -91,7 +91,7 @@ def measure(
     from shadowkv_lab import machine
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import measure as decode
-    from shadowkv_lab.steps.step import NOISY, append, frame, to_line
+    from shadowkv_lab.steps.step import NOISY, append, frame, to_dict
     from shadowkv_lab.strategies import STRATEGIES, parse_list
 
     shape = load_model(model)
@@ -123,7 +123,7 @@ def measure(
             if record:
                 append(record, run)
     if as_json:
-        typer.echo(json.dumps([json.loads(to_line(run)) for run in runs], indent=1))
+        typer.echo(json.dumps([to_dict(run) for run in runs], indent=1))
         return
     rows = frame(runs).to_dict("records")
     for row in rows:

@@ -19,6 +19,7 @@ from shadowkv_lab.steps.predict import resized
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import NOISY, PHASES, Step, append, recorded
 from shadowkv_lab.strategies import parse, parse_list
+from shadowkv_lab.strategies.check import TOLERANCE
 from shadowkv_lab.strategies.step import DecodeStep
 
 CPU_POOL_TOKENS = 4096  # all layers of GLM-5, four strategies: 41 s on two shared cores
@@ -146,7 +147,7 @@ def measure_here(
         strategies = [*ASKED, *more]
     runs, checks = [], []
     for strategy in parse_list(list(strategies)):
-        what = f"{strategy.label}: output within {decode.TOLERANCE:.0e} of float64"
+        what = f"{strategy.label}: output within {TOLERANCE:.0e} of float64"
         try:
             run = list(decode.measure(bench, [strategy], [pool_tokens], [(1, context)]))[-1]
         except WrongResult as error:
@@ -156,7 +157,7 @@ def measure_here(
             bench.progress(f"{strategy.label} left out: {error.what}", 0.0)
             continue
         runs.append(run)
-        checks.append(Check(what, run.error <= decode.TOLERANCE, f"{run.error:.1e}"))
+        checks.append(Check(what, run.error <= TOLERANCE, f"{run.error:.1e}"))
     return runs, checks
 
 

@@ -15,8 +15,20 @@ from shadowkv_lab.strategies.shadow import Shadow
 from shadowkv_lab.strategies.vector_cast import VectorCast
 
 __all__ = [
-    *("STRATEGIES", "Label", "Moves", "Strategy", "parse", "parse_list", "runnable"),
-    *("BF16Pool", "FullCast", "FusedFP8", "GatherCast", "NativeFP8", "Shadow", "VectorCast"),
+    "STRATEGIES",
+    "BF16Pool",
+    "FullCast",
+    "FusedFP8",
+    "GatherCast",
+    "Label",
+    "Moves",
+    "NativeFP8",
+    "Shadow",
+    "Strategy",
+    "VectorCast",
+    "parse",
+    "parse_list",
+    "runnable",
 ]
 
 

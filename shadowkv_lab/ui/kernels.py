@@ -39,9 +39,7 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
         raise BadFile(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
     for p, file in zip(paths, files, strict=True):
         if not isinstance(file, dict) or file.get("schema") != 1:
-            raise BadFile(
-                f"{p.name} is no kernel benchmark of schema 1", remedy="Record it again"
-            )
+            raise BadFile(f"{p.name} is no kernel benchmark of schema 1", remedy="Record it again")
     newest = max(files, key=lambda f: f["origin"]["date"])
     return pd.DataFrame(newest["rows"]), newest["origin"]
 

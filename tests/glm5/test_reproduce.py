@@ -1,6 +1,5 @@
 """The reproduction as a whole: scaling, checks that can fail, a small run."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -144,9 +143,8 @@ def test_kernel_names(kernel, short):
     assert profiled.short_name(kernel) == short
 
 
-def test_recorded_runs_pick_the_asked_cell():
-    both = pd.concat([known.runs(), known.runs("shadow", device="NVIDIA H100")])
-    found = reproduce.recorded_runs(context=8192, concurrency=8, runs=both)
-    assert list(found.strategy) == ["full_cast", "bf16_pool", "shadow"]
-    assert set(found.provenance) == {"recorded"}
-    assert set(found.pool_tokens) == {495_616}
+def test_recorded_steps_pick_the_asked_cell():
+    both = [*known.runs(), *known.runs("shadow", device="NVIDIA H100")]
+    found = reproduce.recorded_steps(context=8192, concurrency=8, steps=both)
+    assert [s.strategy.label for s in found] == ["full_cast", "bf16_pool", "shadow"]
+    assert {(s.setting.pool_tokens, s.card) for s in found} == {(495_616, "h200")}

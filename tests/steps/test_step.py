@@ -36,11 +36,14 @@ def test_a_torn_last_line_is_skipped_named_and_not_built_upon(tmp_path):
     file.write_text(whole + whole[: len(whole) // 2])
     with pytest.warns(UserWarning, match=r"a.jsonl, line 2 was cut short"):
         assert steps.read(file) == [STEP]
+    steps.append(file, STEP)  # a new step starts on a line of its own
+    with pytest.warns(UserWarning, match=r"a.jsonl, line 2 was cut short"):
+        assert steps.read(file) == [STEP, STEP]
 
 
 def line(**changes) -> str:
     """A good line with some fields changed, or left out where the change is None."""
-    entry = json.loads(steps.to_line(STEP)) | changes
+    entry = steps.to_dict(STEP) | changes
     return json.dumps({k: v for k, v in entry.items() if v is not None})
 
 
@@ -48,10 +51,10 @@ def line(**changes) -> str:
     "bad, why",
     [
         ('{"schema": 99}', "schema 99"),
-        ("{}", "no recorded step"),
-        ("[1]", "no recorded step"),
+        ("{}", "lacks"),
+        ("[1]", ""),
         (line(strategy=None), "strategy"),
-        (line(ms=float("nan")), "ms"),
+        (line(ms=float("nan")), "finite"),
         (line(ms="4.0"), "ms"),
         (line(spread_ms="wide"), "spread_ms"),
         (line(kept_bytes=1.5), "kept_bytes"),
@@ -62,7 +65,7 @@ def line(**changes) -> str:
 )
 def test_lines_that_are_no_steps_are_named(tmp_path, bad, why):
     file = tmp_path / "a.jsonl"
-    file.write_text(bad + "\n" + steps.to_line(STEP) + "\n")
+    file.write_text(bad + "\n" + line() + "\n")
     with pytest.raises(BadFile, match=rf"a.jsonl, line 1.*{why}"):
         steps.read(file)
 
