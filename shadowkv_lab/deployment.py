@@ -360,7 +360,7 @@ def published_deployment(
     arguments, and typed. `card` chooses where the publication names several.
     """
     entry = facts.find("published", "published result", name)
-    source = source_of(entry)
+    source = facts.source(entry)
     seen = {
         ours: entry[theirs]
         for ours, theirs in (
@@ -389,12 +389,6 @@ def published_deployment(
     made = deployment(entry["model"], chosen, given=words, **{**seen, **changes})
     checkpoint = replace(made.checkpoint, name=entry.get("checkpoint", made.checkpoint.name))
     return replace(made, checkpoint=checkpoint)
-
-
-def source_of(entry: dict) -> Source:
-    """The source of a fact file, which is a sentence or has a title, an address and dates."""
-    source = entry["source"]
-    return Source(**source) if isinstance(source, dict) else Source(str(source))
 
 
 def _check(made: Deployment, weights_gib: float | None) -> None:

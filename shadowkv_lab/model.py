@@ -1,6 +1,5 @@
 """What an MLA model's latent row, layers, heads and softmax scale are, and what a token costs."""
 
-import json
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -8,6 +7,8 @@ from pathlib import Path
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile, NoAnswer, OutOfRange, UnknownName
+from shadowkv_lab.files import read_json
+from shadowkv_lab.provenance import Source
 
 SCALE_GROUP = 128  # latent values that share one fp32 scale in a packed fp8_ds_mla row
 NVFP4_GROUP = 16  # latent values that share one FP8 scale in a packed nvfp4_ds_mla row
@@ -188,14 +189,13 @@ def load_model(model: "str | Path | dict | Model") -> Model:
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
         return _from_file(path)
-    known = facts.catalogue("models")
-    plain = next((name for name in plain_names(str(model)) if name in known), str(model))
-    entry = facts.find("models", "model", plain, "Or give the path of a config.json")
-    config = entry["config"] | entry.get("variants", {}).get(plain, {})
-    shape = from_config(config, entry["name"], str(entry["source"]))
-    dropped = plain_names(str(model))[0].removeprefix(plain)
-    said = [QUANTISED[word] for word in re.split(r"[-_.]", dropped) if word in QUANTISED]
-    return replace(shape, quantisations=tuple(said) or tuple(entry["quantisations"]))
+    known = facts.catalogue("models", _Entry)
+    names = plain_names(str(model))
+    plain = next((name for name in names if name in known), names[0])
+    remedy = "Or give the path of a config.json"
+    entry = facts.find("models", "model", plain, remedy, _Entry)
+    said = re.split(r"[-_.]", names[0].removeprefix(plain))
+    return entry.model(plain, tuple(QUANTISED[word] for word in said if word in QUANTISED))
 
 
 def plain_names(name: str) -> list[str]:
@@ -212,21 +212,34 @@ def plain_names(name: str) -> list[str]:
 
 def known_models() -> list[str]:
     """Names of the models under data/models, without aliases."""
-    return sorted({entry["name"] for entry in facts.catalogue("models").values()})
+    return sorted({entry.name for entry in facts.catalogue("models", _Entry).values()})
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file of data/models. Raises `BadFile` where its config is of no MLA model.
+
+    `variants` are the fields in which a checkpoint of one of its aliases differs.
+    """
+
+    name: str
+    source: Source
+    config: dict
+    quantisations: tuple[str, ...] = ()
+    variants: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.model(self.name)
+
+    def model(self, alias: str, quantisations: tuple[str, ...] = ()) -> Model:
+        config = self.config | self.variants.get(alias, {})
+        own = config.pop("quantisations", None) or self.quantisations
+        made = from_config(config, self.name, str(self.source))
+        return replace(made, quantisations=quantisations or tuple(own) or made.quantisations)
 
 
 def _from_file(path: Path) -> Model:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadFile(
-            f"There is no file {path}", "a config.json of an MLA model, its folder, or a name"
-        ) from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise BadFile(f"{path} is not JSON ({error})", "a Hugging Face config.json") from None
-    if not isinstance(config, dict):
-        raise BadFile(f"{path} holds no JSON object", "a Hugging Face config.json")
-    return from_config(config, path.resolve().parent.name, str(path.name))
+    return from_config(read_json(path), path.resolve().parent.name, path.name)
 
 
 # Our names, and the names that configs give them, the first that is there.

@@ -88,12 +88,10 @@ def measure(
     as_json: AsJson = False,
 ) -> None:
     """Measure decode steps of each strategy on this machine, and check their outputs."""
-    import pandas as pd
-
     from shadowkv_lab import machine
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import measure as decode
-    from shadowkv_lab.steps import records
+    from shadowkv_lab.steps.step import NOISY, append, frame, to_dict
     from shadowkv_lab.strategies import STRATEGIES, parse_list
 
     shape = load_model(model)
@@ -121,20 +119,19 @@ def measure(
     with progress(quiet=as_json) as report:
         bench = dataclasses.replace(bench, progress=report)
         for run in decode.measure(bench, chosen, integers(pool_tokens, "pool-tokens"), loads):
-            runs.append(dataclasses.asdict(run))
+            runs.append(run)
             if record:
-                records.append(record, run)
+                append(record, run)
     if as_json:
-        typer.echo(json.dumps(runs, indent=1))
+        typer.echo(json.dumps([to_dict(run) for run in runs], indent=1))
         return
-    for run in runs:
-        run["kept_gib"] = run["kept_bytes"] / 2**30
-        run["load"] = f"{run['concurrency']} x {run['context']:,}"
-    console.print(
-        f"{shape.name}, {runs[0]['heads']} heads, on {runs[0]['origin']['device']}: measured"
-    )
+    rows = frame(runs).to_dict("records")
+    for row in rows:
+        row["kept_gib"] = row["kept_bytes"] / 2**30
+        row["load"] = f"{row['concurrency']} x {row['context']:,}"
+    console.print(f"{shape.name}, {bench.heads} heads, on {runs[0].origin.device}: measured")
     show(
-        runs,
+        rows,
         dict(
             strategy="strategy",
             mode="mode",
@@ -150,8 +147,8 @@ def measure(
             error="error",
         ),
     )
-    if disturbed := records.noisy(pd.DataFrame(runs)):
-        console.print(f"noisy: {', '.join(disturbed)}: {records.NOISY}")
+    if disturbed := [run.strategy.label for run in runs if run.noisy]:
+        console.print(f"noisy: {', '.join(disturbed)}: {NOISY}")
 
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the lab's own code.")
@@ -175,8 +172,8 @@ def bench_kernels(
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import bench as kernels
     from shadowkv_lab.steps import measure as decode
-    from shadowkv_lab.steps import records
     from shadowkv_lab.steps import tune as tuning
+    from shadowkv_lab.steps.step import origin as origin_of
 
     shape, where = load_model(model), machine.as_device(device)
     counts = tuple(integers(heads, "heads")) if heads else None
@@ -186,8 +183,8 @@ def bench_kernels(
             return
         found = kernels.bench(shape, where, pool_tokens, counts or (8, 16, 64), progress=report)
         rows = kernels.as_dicts(found)
-    origin = dataclasses.asdict(records.origin(where, *decode.bandwidth(where)))
-    text = json.dumps({"schema": records.SCHEMA, "origin": origin, "rows": rows}, indent=1)
+    origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
+    text = json.dumps({"schema": 1, "origin": origin, "rows": rows}, indent=1)
     if record:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(text + "\n")

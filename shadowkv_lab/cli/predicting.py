@@ -142,17 +142,17 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Predict each strategy's step on a card, with the provenance of every phase."""
-    from shadowkv_lab.steps import predict as step
+    from shadowkv_lab.steps.predict import at, predict_all
 
     rows = []
-    for found in step.predict_all(model, gpu, pool_tokens, concurrency, context, heads=heads):
+    for found in predict_all(at(model, pool_tokens, concurrency, context, heads), gpu):
         phases = {f"{p.name}_ms": p.ms for p in found.phases}
         rows.append(
             {
-                "strategy": found.strategy,
-                "step_ms": found.step_ms,
+                "strategy": found.strategy.label,
+                "step_ms": found.ms,
                 **phases,
-                "provenance": found.provenance,
+                "provenance": str(found.provenance),
                 "how": found.how,
             }
         )

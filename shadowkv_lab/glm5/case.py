@@ -1,6 +1,8 @@
 """The case's own numbers: derived again, where they do not add up, and an independent check."""
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -9,8 +11,9 @@ from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import GIB
 from shadowkv_lab.errors import NoAnswer, OutOfRange
 from shadowkv_lab.model import Model, load_model
-from shadowkv_lab.steps.fit import Fit
-from shadowkv_lab.steps.predict import predict
+from shadowkv_lab.steps.fit import Fit, replays
+from shadowkv_lab.steps.predict import at, predict_at
+from shadowkv_lab.steps.step import Step
 
 PAGE = 64  # SGLang's page for DSA models; its dummy page is cast with the rest of the buffer
 
@@ -188,40 +191,36 @@ def server(
     return found
 
 
-def check_deepseek(fitted: Fit, runs: pd.DataFrame) -> pd.DataFrame:
+def check_deepseek(fitted: Fit, measured: Sequence[Step]) -> pd.DataFrame:
     """Table 5: sglang #35291's figures beside the lab's for the same geometry on an H200."""
     issue = published("sglang-35291")
     model, P = load_model(issue["model"]), issue["pool_tokens"]
     gpu = machine.card(issue["gpu"])
     context = round((1 - issue["share_not_referenced"]) * P)
-    cell = (
-        runs[
-            (runs.model == model.name)
-            & (runs.pool_tokens == P)
-            & (runs.gpu == gpu.name)
-            & (runs.strategy == "full_cast")
-        ]
-        if len(runs)
-        else runs
-    )
-    full = predict("full_cast", model, gpu, P, 1, context, fitted=fitted)
-    cast, source = full["cast"].ms, full["cast"].provenance
-    if len(cell):
-        cast, source = float(cell.cast_ms.median()), "recorded"
+    wanted = ("full_cast", model.name, P, gpu.name)
+    casts = [
+        s["cast"].ms
+        for s in replays(measured)
+        if (s.strategy.label, s.setting.model.name, s.setting.pool_tokens, s.card) == wanted
+    ]
+    full = predict_at("full_cast", at(model, P, 1, context), gpu, fitted=fitted)
+    cast, source = full["cast"].ms, str(full["cast"].provenance)
+    if casts:
+        cast, source = statistics.median(casts), "recorded"
     small = issue["bf16_pool"]["pool_tokens"]
-    bf16 = predict("bf16_pool", model, gpu, small, 1, context, fitted=fitted)
-    whole = cast + full.step_ms - full["cast"].ms
+    bf16 = predict_at("bf16_pool", at(model, small, 1, context), gpu, fitted=fitted)
+    whole = cast + full.ms - full["cast"].ms
     base = issue["step_ms"] - whole
     rows = [
         ("cast, a step (ms)", cast, issue["cast_ms"], source),
         ("cast, a layer (us)", 1000 * cast / model.layers, issue["cast_us_per_layer"], source),
-        ("full cast's whole step (ms)", whole, None, full.provenance),
-        ("the server's step less that: base (ms)", base, None, full.provenance),
+        ("full cast's whole step (ms)", whole, None, str(full.provenance)),
+        ("the server's step less that: base (ms)", base, None, str(full.provenance)),
         (
             f"BF16 pool of {small:,}: base + its step (ms)",
-            base + bf16.step_ms,
+            base + bf16.ms,
             issue["bf16_pool"]["step_ms"],
-            bf16.provenance,
+            str(bf16.provenance),
         ),
     ]
     table = pd.DataFrame(rows, columns=["what", "lab", "reported", "provenance"])

@@ -1,14 +1,16 @@
 """Table 4: what could explain the time that the patch did not save. None of it is established."""
 
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
 import pandas as pd
 
-from shadowkv_lab import machine
+from shadowkv_lab import facts, machine
 from shadowkv_lab.glm5.case import Server, published, server
 from shadowkv_lab.steps import fit
 from shadowkv_lab.steps.fit import Fit
+from shadowkv_lab.steps.step import Step, frame, recorded
 
 NEAR_MS = 0.15  # three published times, each rounded to 0.1 ms
 
@@ -107,13 +109,14 @@ def vector_cast_share(fitted: Fit, gpu: str = "h200") -> float | None:
 def recorded_hypotheses(of: Server | None = None) -> pd.DataFrame:
     """`hypotheses` with what data/runs says about eager launches and the vector cast."""
     return hypotheses(
-        of, eager_ms=host_bound_ms(fit.recorded()), cast_share=vector_cast_share(fit.fit())
+        of, eager_ms=host_bound_ms(recorded()), cast_share=vector_cast_share(fit.fit())
     )
 
 
-def host_bound_ms(runs: pd.DataFrame, strategy: str = "shadow") -> float | None:
+def host_bound_ms(measured: Sequence[Step], strategy: str = "shadow") -> float | None:
     """What eager launches add to a recorded step, the smallest load's; None if not recorded."""
-    keys = ["origin.device", "model", "pool_tokens", "concurrency", "context"]
+    runs = frame(measured)
+    keys = ["card", "model", "pool_tokens", "concurrency", "context"]
     ours = runs[(runs.strategy == strategy) & (runs.model == published("case")["model"])]
     both = ours.pivot_table(index=keys, columns="mode", values="step_ms").dropna()
     if both.empty or not {"eager", "graph"} <= set(both.columns):
@@ -165,7 +168,7 @@ def same_class() -> pd.DataFrame:
                 what="a BF16 pool, whole step, same class of machine",
                 step_ms=1000 * len(rates) / sum(rates),
                 tokens_per_s=sum(rates) / len(rates),
-                source=peer["source"],
+                source=str(facts.source(peer)),
             ),
         ]
     )

@@ -10,18 +10,21 @@ import torch
 from shadowkv_lab import machine
 from shadowkv_lab.errors import LabError, WrongResult
 from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model, load_model
-from shadowkv_lab.steps import fit, records
+from shadowkv_lab.steps import fit
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import trace as profiled
+from shadowkv_lab.steps.predict import resized
 from shadowkv_lab.steps.rest import Rest
-from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
+from shadowkv_lab.steps.step import NOISY, PHASES, Step, append, recorded
+from shadowkv_lab.strategies import parse, parse_list
+from shadowkv_lab.strategies.check import TOLERANCE
 from shadowkv_lab.strategies.step import DecodeStep
 
 CPU_POOL_TOKENS = 4096  # all layers of GLM-5, four strategies: 41 s on two shared cores
 ASKED = ("full_cast", "bf16_pool", "shadow", "gather_cast")
 ON_A_GPU = ("vector_cast", "fused_fp8", "shadow(layers=26)")
-PHASES = {"cast_ms": "cast_bytes", "attention_ms": "attention_bytes", "write_ms": "write_bytes"}
 
 Progress = Callable[[str, float], None]
 
@@ -50,76 +53,64 @@ class Reproduction:
         return all(check.ok for check in self.checks)
 
 
-def measured(
-    runs: pd.DataFrame, rest: Rest, *, model: str | None = None, context: int | None = None
-) -> pd.DataFrame:
-    """Table 2: measured or recorded steps at the case's pool, and TPOT = rest + step.
+def measured(steps: Sequence[Step], rest: Rest) -> pd.DataFrame:
+    """Table 2: measured or recorded steps at the report's pool, and TPOT = rest + step.
 
-    Runs at a smaller pool are scaled to the case's by each phase's bytes and say so. The rest is
-    the case's, the step another machine's: every TPOT here is a replay.
+    Steps over a smaller pool are scaled to the report's by each phase's bytes and say so. The
+    rest is the report's, the step another machine's: every TPOT here is a replay.
     """
-    published = case.published("case")
-    shape = load_model(model or published["model"])
-    P, context = published["pool_tokens"], context or published["default_context"]
+    P = case.published("case")["pool_tokens"]
     rows = []
-    for run in runs.itertuples():
-        strategy = parse(run.strategy)
-        at = strategy.step_moves(shape, run.pool_tokens, run.live_tokens, run.new_tokens)
-        there = strategy.step_moves(shape, P, run.live_tokens, run.new_tokens)
-        factors = {
-            ms: getattr(there, b) / getattr(at, b) if getattr(at, b) else 1.0
-            for ms, b in PHASES.items()
-        }
-        grown = sum(getattr(run, ms) * (factor - 1) for ms, factor in factors.items())
-        step = run.step_ms + grown
-        scaled = f"cast x {factors['cast_ms']:.1f}, by bytes" if grown else ""
+    for seen in steps:
+        step, running = resized(seen, P), seen.setting.load.concurrency
+        tpot_ms = rest(running) + step.ms
         rows.append(
             dict(
-                strategy=run.strategy,
-                device=getattr(run, "device", ""),
-                pool_tokens=run.pool_tokens,
-                context=run.context,
-                measured_ms=run.step_ms,
-                cast_ms=run.cast_ms,
-                attention_ms=run.attention_ms,
-                write_ms=run.write_ms,
-                step_ms=step,
-                scaled=scaled,
-                tpot_ms=rest(run.concurrency) + step,
-                tokens_per_s=1000 * run.concurrency / (rest(run.concurrency) + step),
-                error=run.error,
-                provenance="calibrated" if scaled else run.provenance,
+                strategy=step.strategy.label,
+                title=step.strategy.title,
+                colour=step.strategy.colour,
+                device=step.origin.device,
+                pool_tokens=seen.setting.pool_tokens,
+                context=step.setting.load.context,
+                measured_ms=seen.ms,
+                **{f"{name}_ms": ms for name, ms in _phases(seen).items()},
+                step_ms=step.ms,
+                scaled="; ".join(
+                    p.provenance.how for p in step.phases if str(p.provenance) == "calibrated"
+                ),
+                tpot_ms=tpot_ms,
+                tokens_per_s=1000 * running / tpot_ms,
+                error=step.error,
+                provenance=str(step.provenance),
                 label="replay",
             )
         )
     return pd.DataFrame(rows)
 
 
-def recorded_runs(
-    gpu: str = "h200",
+def _phases(step: Step) -> dict[str, float]:
+    return {name: sum(p.ms for p in step.phases if p.name == name) for name in PHASES}
+
+
+def recorded_steps(
+    card: str = "h200",
     *,
     pool_tokens: int | None = None,
     concurrency: int = 1,
     context: int | None = None,
-    runs: pd.DataFrame | None = None,
-) -> pd.DataFrame:
-    """The newest recorded runs of the case's model at its pool, one load, on one GPU."""
+    steps: Sequence[Step] | None = None,
+) -> list[Step]:
+    """The newest recorded steps of the report's model at its pool, one load, on one card."""
     published = case.published("case")
-    runs = fit.latest(fit.recorded() if runs is None else runs)
-    keep = dict(
-        gpu=gpu,
-        model=load_model(published["model"]).name,
-        pool_tokens=pool_tokens or published["pool_tokens"],
-        concurrency=concurrency,
-        context=context or published["default_context"],
-    )
-    for name, value in keep.items():
-        runs = runs[runs[name] == value]
-    runs = runs.assign(provenance="recorded", device=runs.get("origin.device", ""))
+    model = load_model(published["model"]).name
+    load = Load(concurrency, context or published["default_context"])
+    wanted = (card, model, pool_tokens or published["pool_tokens"], load)
+    found: dict[str, Step] = {}
     # What a user of flashinfer's "auto" gets, where several attention kernels were recorded.
-    runs = runs.sort_values("backend").drop_duplicates("strategy", keep="last")
-    order = {name: i for i, name in enumerate(STRATEGIES)}
-    return runs.sort_values("strategy", key=lambda s: s.str.split("(").str[0].map(order))
+    for s in sorted(fit.replays(recorded() if steps is None else steps), key=lambda s: s.backend):
+        if (s.card, s.setting.model.name, s.setting.pool_tokens, s.setting.load) == wanted:
+            found[s.strategy.label] = s
+    return sorted(found.values(), key=lambda s: s.strategy.order)
 
 
 def bench_here(
@@ -147,7 +138,7 @@ def pool_here(bench: decode.Bench) -> int:
 
 def measure_here(
     bench: decode.Bench, pool_tokens: int, context: int, strategies: Sequence[str] | None = None
-) -> tuple[list[records.Run], list[Check]]:
+) -> tuple[list[Step], list[Check]]:
     """Measure each strategy here; one that fails its correctness check becomes a failed check."""
     if strategies is None:
         more = (
@@ -156,7 +147,7 @@ def measure_here(
         strategies = [*ASKED, *more]
     runs, checks = [], []
     for strategy in parse_list(list(strategies)):
-        what = f"{strategy.label}: output within {decode.TOLERANCE:.0e} of float64"
+        what = f"{strategy.label}: output within {TOLERANCE:.0e} of float64"
         try:
             run = list(decode.measure(bench, [strategy], [pool_tokens], [(1, context)]))[-1]
         except WrongResult as error:
@@ -166,14 +157,8 @@ def measure_here(
             bench.progress(f"{strategy.label} left out: {error.what}", 0.0)
             continue
         runs.append(run)
-        checks.append(Check(what, run.error <= decode.TOLERANCE, f"{run.error:.1e}"))
+        checks.append(Check(what, run.error <= TOLERANCE, f"{run.error:.1e}"))
     return runs, checks
-
-
-def as_runs(runs: Sequence[records.Run]) -> pd.DataFrame:
-    """Runs measured now, as rows for `measured`."""
-    rows = [dict(asdict(r), device=r.origin.device, provenance="measured") for r in runs]
-    return pd.DataFrame(rows)
 
 
 def same_bits(bench: decode.Bench, layers: int = 2, pool_tokens: int = 1024) -> Check:
@@ -208,25 +193,24 @@ def checks_of(lines: Sequence[case.Line]) -> list[Check]:
 
 
 def tables_of(
-    runs: pd.DataFrame, card: str, context: int, fitted: "fit.Fit | None" = None
+    steps: Sequence[Step], card: str, context: int, fitted: "fit.Fit | None" = None
 ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
-    """Tables 1, 2, 4, 5 and 6 with their texts; `runs` are those of table 2."""
-    seen = fit.latest(fit.recorded())
+    """Tables 1, 2, 4, 5 and 6 with their texts; `steps` are those of table 2."""
     of = case.server()
     rest = verdict.case_rest(card, context, fitted)
     found = {
         "arithmetic": pd.DataFrame([{**asdict(x), "agrees": x.agrees} for x in case.arithmetic()]),
-        "measured": measured(runs, rest, context=context),
+        "measured": measured(steps, rest),
         "does_not_add_up": hypotheses.recorded_hypotheses(of),
         "same_class": hypotheses.same_class(),
-        "sglang_35291": case.check_deepseek(fitted or fit.fit(), seen),
+        "sglang_35291": case.check_deepseek(fitted or fit.fit(), recorded()),
         "verdict": verdict.verdict(card, context, rest=rest, fitted=fitted),
     }
     published = case.published("case")
     notes = {
-        "measured": f"TPOT = rest + step: a replay of the case's rest, {rest(1):.1f} ms "
-        f"({rest.how}; {rest.provenance}), with the step of the machine named. Context {context:,} "
-        "is assumed.",
+        "measured": f"TPOT = rest + step: a replay of the GLM-5 report's rest, {rest(1):.1f} ms "
+        f"({rest.provenance.how}; {rest.provenance}), with the step of the machine named. Context "
+        f"{context:,} is assumed.",
         "does_not_add_up": hypotheses.in_words(of, found["does_not_add_up"]),
         "verdict": f"On {machine.card(card).title}, {published['pool_gib']} GiB of KV, one "
         f"request of {context:,} tokens. Cast: calibrated by the case's {published['cast_ms']} ms.",
@@ -257,13 +241,12 @@ def run(
     files[0].unlink(missing_ok=True)
     runs, checks = measure_here(bench, pool_tokens, context)
     for each in runs:
-        records.append(files[0], each)
+        append(files[0], each)
     checks = [*checks_of(case.arithmetic()), same_bits(bench), *checks]
     title = machine.device_title(bench.device)
-    here, there = as_runs(runs), recorded_runs(context=context)
-    tables, notes = tables_of(pd.concat([here, there]) if len(there) else here, card, context)
-    if disturbed := records.noisy(here):
-        notes["measured"] += f" Noisy: {', '.join(disturbed)}; {records.NOISY}."
+    tables, notes = tables_of([*runs, *recorded_steps(context=context)], card, context)
+    if disturbed := [s.strategy.label for s in runs if s.noisy]:
+        notes["measured"] += f" Noisy: {', '.join(disturbed)}; {NOISY}."
     if profile:
         traces = [out / f"trace_{name}.json.gz" for name in ("full_cast", "shadow")]
         seen = [

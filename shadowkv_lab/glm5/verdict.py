@@ -7,8 +7,9 @@ from shadowkv_lab.budget import GIB, budget
 from shadowkv_lab.glm5 import case
 from shadowkv_lab.model import load_model
 from shadowkv_lab.steps import fit
-from shadowkv_lab.steps.predict import StepPrediction, predict
+from shadowkv_lab.steps.predict import at, predict_at
 from shadowkv_lab.steps.rest import Rest, rest_from
+from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import parse
 
 CONTENDERS = ("full_cast", "vector_cast", "bf16_pool", "shadow", "gather_cast", "fused_fp8")
@@ -16,18 +17,12 @@ CONTENDERS = ("full_cast", "vector_cast", "bf16_pool", "shadow", "gather_cast", 
 
 def full_cast_of_case(
     card: str, context: int | None = None, fitted: "fit.Fit | None" = None
-) -> StepPrediction:
+) -> Step:
     """Full cast's whole step on the case's own card: its cast calibrated, the others assumed."""
     published = case.published("case")
-    return predict(
-        "full_cast",
-        published["model"],
-        card,
-        published["pool_tokens"],
-        1,
-        context or published["default_context"],
-        fitted=fitted,
-    )
+    context = context or published["default_context"]
+    setting = at(published["model"], published["pool_tokens"], 1, context)
+    return predict_at("full_cast", setting, card, fitted=fitted)
 
 
 def case_rest(card: str, context: int | None = None, fitted: "fit.Fit | None" = None) -> Rest:
@@ -39,7 +34,7 @@ def case_rest(card: str, context: int | None = None, fitted: "fit.Fit | None" = 
     step = full_cast_of_case(card, context, fitted)
     return rest_from(
         published["before"]["tpot_ms"],
-        step.step_ms,
+        step.ms,
         load_model(published["model"]),
         card,
         tensor_parallel=published["tensor_parallel"],
@@ -57,10 +52,10 @@ def rest_over_context(
         rows.append(
             dict(
                 context=context,
-                full_cast_ms=step.step_ms,
+                full_cast_ms=step.ms,
                 attention_ms=step["attention"].ms,
                 rest_ms=rest(1),
-                provenance=rest.provenance,
+                provenance=str(rest.provenance),
             )
         )
     return pd.DataFrame(rows)
@@ -93,11 +88,12 @@ def verdict(
         context=context,
         concurrency=concurrency,
     )
+    setting = at(model, P, concurrency, context)
     rows, steps = [], {}
     for name in strategies:
         strategy, capacity = parse(name), room.of(name)
-        step = steps[name] = predict(strategy, model, card, P, concurrency, context, fitted=fitted)
-        tpot = rest(concurrency) + step.step_ms
+        step = steps[name] = predict_at(strategy, setting, card, fitted=fitted)
+        tpot = rest(concurrency) + step.ms
         scratch = strategy.scratch_bytes(model, P, concurrency * context)
         gib = (P * capacity.token_bytes + scratch) / GIB
         rate = 1000 * concurrency / tpot
@@ -105,14 +101,14 @@ def verdict(
             dict(
                 strategy=name,
                 cast_ms=step["cast"].ms,
-                step_ms=step.step_ms,
+                step_ms=step.ms,
                 tpot_ms=tpot,
                 tokens_per_s=rate,
                 gib_for_pool=gib,
                 fits=gib + published["weights_gib"] <= card.memory_gib,
                 tokens_that_fit=capacity.tokens,
                 tokens_per_s_per_gib=rate / gib,
-                provenance=step.provenance,
+                provenance=str(step.provenance),
                 how=step.how,
             )
         )
@@ -120,9 +116,7 @@ def verdict(
     return table.assign(verdict=[sentence(row, table, card, steps) for row in rows])
 
 
-def sentence(
-    row: dict, table: pd.DataFrame, card: machine.Card, steps: dict[str, StepPrediction]
-) -> str:
+def sentence(row: dict, table: pd.DataFrame, card: machine.Card, steps: dict[str, Step]) -> str:
     """One row's verdict in one sentence, from the table's own numbers."""
     by = table.set_index("strategy")
     name, base = row["strategy"], by.loc["full_cast"] if "full_cast" in by.index else None
@@ -133,7 +127,7 @@ def sentence(
             f"{row['cast_ms'] / row['tpot_ms']:.0%} of each token is a cast that one request pays."
         )
     if name == "vector_cast":
-        floor = steps[name]["cast"].moved_bytes / card.bandwidth_gb_per_s / 1e6
+        floor = steps[name]["cast"].bytes / card.bandwidth_gb_per_s / 1e6
         return (
             f"{gain} tok/s and nothing else changes; at the card's full bandwidth its bytes "
             f"still take {floor:.0f} ms."

@@ -8,11 +8,12 @@ import numpy as np
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import budget
+from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import CannotRun, DoesNotFit, NoAnswer, UnknownName
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.serving.closed_form import Contender
 from shadowkv_lab.serving.simulate import Engine
-from shadowkv_lab.serving.steps import StepTime, piecewise, weakest
+from shadowkv_lab.serving.steps import StepTime, piecewise
 from shadowkv_lab.steps.predict import StepTime as Prediction
 from shadowkv_lab.steps.predict import step_time
 from shadowkv_lab.steps.rest import Rest, rest_from
@@ -61,11 +62,11 @@ class Predicted:
 
     def __call__(self, running: int, live_tokens: float) -> float:
         rest = self.step.rest(running) if self.step.rest else 0.0
-        return rest + self.step.at(running, live_tokens).step_ms
+        return rest + self.step.at(running, live_tokens).ms
 
     def knots(self, running: int) -> tuple[list[float], list[float]]:
         # Whole tokens a request: a prediction checks that they fit.
-        each = min(self.step.pool_tokens // running, self.step.model.max_positions)
+        each = min(self.step.pool_tokens // running, self.step.setting.model.max_positions)
         live = running * np.unique(np.geomspace(1, max(1, each), KNOTS).round())
         return live.tolist(), [self(running, at) for at in live.tolist()]
 
@@ -144,7 +145,7 @@ def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:
     """Predicted where recorded runs bear on it, by bytes where none does."""
     if not tokens:
         raise DoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
-    predicted = step_time(strategy, geometry, card.name, tokens, heads=heads, rest=rest)
+    predicted = step_time(strategy, Setting(geometry, heads, tokens), card.name, rest=rest)
     many = min(64, tokens)
     each = min(tokens // many, geometry.max_positions)
     try:
@@ -152,7 +153,7 @@ def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:
     except NoAnswer:
         cast = _cast_gb_per_s(card)
         return ByBytes(strategy, geometry, tokens, card.bandwidth_gb_per_s, cast, rest)
-    return Predicted(predicted, weakest([*(p.provenance for p in ends), rest.provenance]))
+    return Predicted(predicted, str(sum([*(p.provenance for p in ends), rest.provenance])))
 
 
 def _cast_gb_per_s(card: machine.Card) -> float:

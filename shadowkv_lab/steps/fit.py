@@ -1,4 +1,4 @@
-"""Utilisation of bandwidth per phase, kernel and GPU, fitted to recorded runs.
+"""Utilisation of bandwidth per phase, kernel and GPU, fitted to recorded steps.
 
 `time = launch + bytes / (bandwidth x utilisation)` per layer. The launch is what the two
 smallest sizes leave at zero bytes; utilisation is then read off every recorded size and
@@ -8,7 +8,7 @@ be lent to another card; on a device without a card file it is the copy bandwidt
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,28 +18,12 @@ import numpy as np
 import pandas as pd
 
 from shadowkv_lab import facts, machine
-from shadowkv_lab.errors import LabError
 from shadowkv_lab.model import load_model
-from shadowkv_lab.steps import records
+from shadowkv_lab.steps import step as steps
+from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import parse
 
-PHASES = ("cast", "attention", "write")
 KEY = ["phase", "kernel", "gpu", "heads"]
-CELL = [
-    "strategy",
-    "model",
-    "layers",
-    "heads",
-    "pool_tokens",
-    "concurrency",
-    "context",
-    "page_size",
-    "slot_order",
-    "backend",
-    "mode",
-    "gpu",
-]
-ROW_BYTES = {"bf16": 1152, "native_fp8": 576, "fused_fp8": 576}  # of every model in data/models
 EDGE = 1.001  # a size this close to the recorded range is inside it
 
 
@@ -85,96 +69,61 @@ class Curve:
         return Time(self.launch_ms + moving, inside)
 
 
-def points(runs: pd.DataFrame, benches: Iterable[Path] = ()) -> pd.DataFrame:
-    """One row for each phase of each run, and of each kernel benchmark, that bears on a kernel.
+def points(measured: Iterable[Step], benches: Iterable[Path] = ()) -> pd.DataFrame:
+    """One row for each phase of each step, and of each kernel benchmark, that bears on a kernel.
 
-    Runs of models that the lab has no file for, of mixed layers, and superseded ones are left out.
+    Phases of mixed layers and superseded steps are left out. `bytes`, `size` and `ms` are one
+    layer's.
     """
     rows = []
-    for run in latest(runs).itertuples():
-        try:
-            strategy, model = parse(run.strategy), load_model(run.model)
-        except LabError:
-            continue
-        if strategy.at(0) != strategy.at(run.layers - 1):
-            continue  # which layers a phase's time belongs to is not recorded
-        P, L, R = run.pool_tokens, run.live_tokens, run.new_tokens
-        moves = strategy.at(0).moves(model, P, L, R)
-        common = dict(gpu=run.gpu, gb_per_s=run.gb_per_s, reads=strategy.reads)
-        if moves.cast_bytes and run.cast_ms > 0:
+    for s in replays(measured):
+        card = machine.card_of(s.card)
+        layers, R = s.setting.model.layers, s.setting.load.new_tokens
+        casts = any(p.name == "cast" and p.bytes for p in s.phases)
+        for p in s.phases:
+            if p.curve is None or p.ms <= 0:
+                continue
+            attention = p.name == "attention"
             rows.append(
                 dict(
-                    common,
-                    phase="cast",
-                    kernel=strategy.at(0).label,
-                    heads=0,
-                    requests=1,
-                    size=moves.cast_bytes,
-                    bytes=moves.cast_bytes,
-                    ms=run.cast_ms / run.layers,
-                    exact=True,
+                    gpu=s.card,
+                    gb_per_s=card.bandwidth_gb_per_s if card else s.origin.copy_gb_per_s,
+                    phase=p.name,
+                    kernel=p.curve,
+                    heads=s.setting.heads if attention else 0,
+                    requests=R if attention else 1,
+                    size=s.setting.load.live_tokens / R if attention else p.bytes / layers,
+                    bytes=p.bytes / layers,
+                    ms=p.ms / layers,
+                    # Behind a cast, attention and write are differences of two long times: used
+                    # only if there is nothing better.
+                    exact=p.name == "cast" or not casts,
                 )
             )
-        # Attention behind a cast is a difference of two long times: used only for want of better.
-        rows.append(
-            dict(
-                common,
-                phase="attention",
-                kernel=run.backend,
-                heads=run.heads,
-                requests=R,
-                size=L / R,
-                bytes=moves.attention_bytes,
-                ms=run.attention_ms / run.layers,
-                exact=not moves.cast_bytes,
-            )
-        )
-        rows.append(
-            dict(
-                common,
-                phase="write",
-                kernel="+".join(strategy.at(0).kinds),
-                heads=0,
-                requests=1,
-                size=moves.write_bytes,
-                bytes=moves.write_bytes,
-                ms=run.write_ms / run.layers,
-                exact=not moves.cast_bytes,
-            )
-        )
     known = {(r["kernel"], r["gpu"], r["heads"]) for r in rows if r["phase"] == "attention"}
     for path in benches:
         rows += bench_points(path, known)
     frame = pd.DataFrame(rows + _published())
     best = frame.groupby(KEY)["exact"].transform("any")
-    return frame[(frame.exact | ~best) & (frame.ms > 0)]
+    return frame[frame.exact | ~best]
 
 
-def latest(runs: pd.DataFrame) -> pd.DataFrame:
-    """The newest run of each cell, CUDA-graph replay where there is one, with its card's name."""
-    if runs.empty:
-        return runs.assign(gpu=[], gb_per_s=[])
-    cards = {title: _card_of(title) for title in runs["origin.device"].unique()}
-    runs = runs.assign(
-        gpu=[cards[t].name if cards[t] else t for t in runs["origin.device"]],
-        gb_per_s=[
-            cards[t].bandwidth_gb_per_s if cards[t] else copy
-            for t, copy in zip(runs["origin.device"], runs["origin.copy_gb_per_s"], strict=True)
-        ],
-    )
-    has_graph = runs.groupby("gpu")["mode"].transform(lambda modes: (modes == "graph").any())
-    runs = runs[(runs["mode"] == "graph") | ~has_graph].sort_values("origin.date")
-    return runs.drop_duplicates(CELL, keep="last")
+def replays(measured: Iterable[Step]) -> list[Step]:
+    """The newest step of each cell; of a card's CUDA-graph replays only, where it has some."""
+    newest = steps.latest(measured)
+    graphs = {s.card for s in newest if s.mode == "graph"}
+    return [s for s in newest if s.mode == "graph" or s.card not in graphs]
 
 
-def _card_of(driver_name: str) -> machine.Card | None:
-    entries = facts.catalogue("gpus").values()
-    found = [e["name"] for e in entries if driver_name in (*e["driver_names"], e["name"])]
-    return machine.card(found[0]) if found else None
+def reads_of(kernel: str) -> str:
+    """What an attention kernel reads: "bf16", "fused_fp8" (the lab's own), "native_fp8"."""
+    if kernel == "lab_fused_fp8":
+        return "fused_fp8"
+    return "native_fp8" if kernel.endswith("_fp8") else "bf16"
 
 
 def _published() -> list[dict]:
-    """The case's own cast: it calibrates `full_cast` on the cards the case may have had."""
+    """The GLM-5 report's own cast: it calibrates `full_cast` on the cards it may have had."""
     case = facts.find("published", "published result", "case")
     model = load_model(case["model"])
     moved = parse("full_cast").moves(model, case["pool_tokens"], 0, 0).cast_bytes
@@ -182,7 +131,6 @@ def _published() -> list[dict]:
         dict(
             gpu=gpu,
             gb_per_s=machine.card(gpu).bandwidth_gb_per_s,
-            reads="bf16",
             phase="cast",
             kernel="full_cast",
             heads=0,
@@ -214,10 +162,9 @@ def curve(rows: pd.DataFrame) -> Curve:
 
 @dataclass(frozen=True)
 class Fit:
-    """All curves of some runs, by (phase, kernel, GPU, heads); `reads` by attention kernel."""
+    """All curves of some steps, by (phase, kernel, GPU, heads)."""
 
     curves: dict[tuple[str, str, str, int], Curve]
-    reads: dict[str, str]
     weight: dict[tuple[str, str, str, int], int]  # recorded sizes behind each curve
 
     def keys(self, phase: str, kernels: Iterable[str] | None = None) -> list[tuple]:
@@ -227,32 +174,27 @@ class Fit:
         return sorted(found, key=lambda k: (-self.weight[k], k))
 
 
-def fit(runs: pd.DataFrame | None = None, benches: Iterable[Path] = ()) -> Fit:
-    """Fit recorded runs; those under data/runs, and its kernel benchmarks, if none are given."""
-    if runs is None:
-        return _fit_of(_files())
-    found = points(runs, benches)
-    groups = dict(list(found.groupby(KEY)))
-    kernels = found[found.phase == "attention"]
-    return Fit(
-        {k: curve(g) for k, g in groups.items()},
-        dict(zip(kernels.kernel, kernels.reads, strict=True)),
-        {k: len(g) for k, g in groups.items()},
-    )
+def fit(measured: Sequence[Step] | None = None, benches: Iterable[Path] = ()) -> Fit:
+    """Fit recorded steps; those under data/runs, and its kernel benchmarks, if none are given."""
+    if measured is None:
+        return _fit_of(facts.stamps("runs", "*.jsonl"), facts.stamps("runs", "*_kernels.json"))
+    groups = dict(list(points(measured, benches).groupby(KEY)))
+    return Fit({k: curve(g) for k, g in groups.items()}, {k: len(g) for k, g in groups.items()})
 
 
-def recorded() -> pd.DataFrame:
-    """All runs under data/runs, read again when a file changes."""
-    return _read(_files())
+@cache
+def _fit_of(runs: tuple, benches: tuple) -> Fit:
+    return fit(steps.recorded(), [path for path, _ in benches])
 
 
 def bench_points(path: Path, known: set[tuple]) -> list[dict]:
-    """Attention kernels timed by `shadowkv bench kernels` that no run has: (kernel, GPU, heads).
+    """Attention kernels timed by `shadowkv bench kernels` that no step has: (kernel, GPU, heads).
 
-    Its peers there are those that a run does not choose by itself, such as fa2 beside fa3.
+    Its peers there are those that a step does not choose by itself, such as fa2 beside fa3.
     """
     entry, rows = json.loads(path.read_text()), []
-    card = _card_of(entry["origin"]["device"])
+    card = machine.card_of(entry["origin"]["device"])
+    model = load_model("glm-5")  # its latent row is every bench's
     for row in entry["rows"]:
         name = row["kernel"].replace("flashinfer bf16 ", "flashinfer_")
         name = re.sub(r"flashinfer native_fp8 (\w+)", r"flashinfer_\1_fp8", name)
@@ -261,14 +203,11 @@ def bench_points(path: Path, known: set[tuple]) -> list[dict]:
         if not (card and load and row["heads"]) or (name, card.name, row["heads"]) in known:
             continue
         R, n = int(load[1]), int(load[2])
-        reads = name if "fp8" in name else "bf16"
-        reads = {"lab_fused_fp8": "fused_fp8"}.get(reads, "native_fp8" if "fp8" in reads else reads)
-        a_layer = R * n * ROW_BYTES[reads]
+        a_layer = R * n * model.row_bytes("bf16" if reads_of(name) == "bf16" else "fp8")
         rows.append(
             dict(
                 gpu=card.name,
                 gb_per_s=card.bandwidth_gb_per_s,
-                reads=reads,
                 exact=True,
                 phase="attention",
                 kernel=name,
@@ -280,17 +219,3 @@ def bench_points(path: Path, known: set[tuple]) -> list[dict]:
             )
         )
     return rows
-
-
-def _files() -> tuple:
-    return tuple((p, p.stat().st_mtime_ns) for p in sorted(facts.RUNS.glob("*.jsonl")))
-
-
-@cache
-def _read(files: tuple) -> pd.DataFrame:
-    return records.read()
-
-
-@cache
-def _fit_of(files: tuple) -> Fit:
-    return fit(_read(files), sorted(facts.RUNS.glob("*_kernels.json")))

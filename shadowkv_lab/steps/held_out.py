@@ -1,14 +1,14 @@
-"""How far predictions are off on runs that the fit has not seen: whole pools, contexts, models."""
+"""How far predictions are off on steps that the fit has not seen: whole pools, contexts, models."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pandas as pd
 
-from shadowkv_lab.errors import LabError
-from shadowkv_lab.steps.fit import fit, latest
-from shadowkv_lab.steps.predict import predict
-from shadowkv_lab.strategies import parse
+from shadowkv_lab.errors import NoAnswer
+from shadowkv_lab.steps.fit import fit, replays
+from shadowkv_lab.steps.predict import predict_again
+from shadowkv_lab.steps.step import Step
 
 
 class Group(NamedTuple):
@@ -16,69 +16,68 @@ class Group(NamedTuple):
 
     kind: str
     name: str
-    mask: pd.Series
+    holds: Callable[[Step], bool]
 
 
-def groups(runs: pd.DataFrame) -> Iterator[Group]:
-    """Every pool size and every context of the model with most runs, and each other model whole."""
-    main = runs.model.value_counts().index[0]
-    for P in sorted(runs[runs.model == main].pool_tokens.unique()):
-        yield Group("pool", f"{P:,} slots", (runs.pool_tokens == P) & (runs.model == main))
-    for context in sorted(runs[runs.model == main].context.unique()):
-        yield Group("context", f"{context:,} tokens", runs.context == context)
-    for model in sorted(set(runs.model) - {main}):
-        yield Group("model", model, runs.model == model)
+def groups(measured: Sequence[Step]) -> Iterator[Group]:
+    """Every pool size and every context of the model with most steps; each other model whole."""
+    names = [s.setting.model.name for s in measured]
+    main = max(sorted(set(names)), key=names.count)
+    ours = [s.setting for s in measured if s.setting.model.name == main]
+
+    def at_pool(P: int) -> Callable[[Step], bool]:
+        return lambda s: s.setting.model.name == main and s.setting.pool_tokens == P
+
+    def at_context(context: int) -> Callable[[Step], bool]:
+        return lambda s: s.setting.load.context == context
+
+    def of_model(name: str) -> Callable[[Step], bool]:
+        return lambda s: s.setting.model.name == name
+
+    for P in sorted({at.pool_tokens for at in ours}):
+        yield Group("pool", f"{P:,} slots", at_pool(P))
+    for context in sorted({at.load.context for at in ours}):
+        yield Group("context", f"{context:,} tokens", at_context(context))
+    for name in sorted(set(names) - {main}):
+        yield Group("model", name, of_model(name))
 
 
-def held_out(runs: pd.DataFrame) -> pd.DataFrame:
-    """One row a held-out run: the step predicted without its group, beside the recorded one.
+def held_out(measured: Sequence[Step]) -> pd.DataFrame:
+    """One row per held-out step: the step predicted without its group, beside the recorded one.
 
-    A group whose absence leaves nothing to predict from is left out; so are devices without a
-    card file, where a cell cannot be told from its machine.
+    Left out are steps of mixed layers, and a group whose absence leaves nothing to predict from.
     """
-    runs = latest(runs).reset_index(drop=True)
+    seen = replays(measured)
     rows = []
-    for group in groups(runs) if len(runs) else ():
-        fitted = fit(runs[~group.mask])
-        for run in runs[group.mask].itertuples():
+    for group in groups(seen) if seen else ():
+        fitted = fit([s for s in seen if not group.holds(s)])
+        for step in filter(group.holds, seen):
             try:
-                strategy = parse(run.strategy)
-                if strategy.at(0) != strategy.at(run.layers - 1):
-                    continue
-                step = predict(
-                    strategy,
-                    run.model,
-                    run.gpu,
-                    run.pool_tokens,
-                    run.concurrency,
-                    run.context,
-                    heads=run.heads,
-                    fitted=fitted,
-                    backend=run.backend,
-                )
-            except LabError:
+                again = predict_again(step, fitted)
+            except NoAnswer:
                 continue
+            at = step.setting
             rows.append(
                 dict(
                     kind=group.kind,
                     held_out=group.name,
-                    strategy=run.strategy,
-                    gpu=run.gpu,
-                    pool_tokens=run.pool_tokens,
-                    concurrency=run.concurrency,
-                    context=run.context,
-                    recorded_ms=run.step_ms,
-                    predicted_ms=step.step_ms,
-                    provenance=step.provenance,
-                    error=abs(step.step_ms / run.step_ms - 1),
-                    how=step.how,
+                    strategy=step.strategy.label,
+                    gpu=step.card,
+                    pool_tokens=at.pool_tokens,
+                    concurrency=at.load.concurrency,
+                    context=at.load.context,
+                    recorded_ms=step.ms,
+                    predicted_ms=again.ms,
+                    provenance=str(again.provenance),
+                    error=abs(again.ms / step.ms - 1),
+                    how=again.how,
                 )
             )
     return pd.DataFrame(rows)
 
 
 def summary(rows: pd.DataFrame, by: str = "kind") -> pd.DataFrame:
-    """Runs, median and 90th-percentile relative error of each group, and of all."""
+    """Steps, median and 90th-percentile relative error of each group, and of all."""
     if rows.empty:
         return pd.DataFrame(columns=[by, "runs", "median", "p90", "assumed"])
     parts = [*rows.groupby(by, sort=False), ("all", rows)]

@@ -2,106 +2,96 @@
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shadowkv_lab import machine
-from shadowkv_lab.errors import NoAnswer, OutOfRange, UnknownName
+from shadowkv_lab.deployment import Setting
+from shadowkv_lab.errors import NoAnswer, UnknownName
+from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
-from shadowkv_lab.steps.fit import PHASES, Fit, fit
+from shadowkv_lab.provenance import Provenance, assumed, calibrated
+from shadowkv_lab.steps.fit import Fit, fit, reads_of
 from shadowkv_lab.steps.rest import Rest
+from shadowkv_lab.steps.step import PHASES, Phase, Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse, runnable
 
-PROVENANCES = ("measured", "recorded", "calibrated", "assumed")  # from the best to the weakest
 
-
-def weakest(provenances) -> str:
-    """The provenance of a sum: that of its weakest part."""
-    return max(provenances, key=PROVENANCES.index, default="calibrated")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of a step, all layers. `how` names the fit, or the analogy when assumed."""
-
-    name: str
-    ms: float
-    moved_bytes: int
-    provenance: str
-    how: str
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.moved_bytes / self.ms / 1e6 if self.ms else 0.0
-
-
-@dataclass(frozen=True)
-class StepPrediction:
-    """A predicted step: `phases` in the order cast, attention, write; L live tokens."""
-
-    strategy: str
-    model: str
-    gpu: str
-    heads: int
-    pool_tokens: int
-    concurrency: int
-    live_tokens: float
-    phases: tuple[Phase, ...]
-
-    @property
-    def step_ms(self) -> float:
-        return sum(p.ms for p in self.phases)
-
-    @property
-    def provenance(self) -> str:
-        return weakest(p.provenance for p in self.phases if p.ms)
-
-    @property
-    def how(self) -> str:
-        """The analogies behind the assumed phases, in words; empty where there are none."""
-        return "; ".join(f"{p.name}: {p.how}" for p in self.phases if p.provenance == "assumed")
-
-    def __getitem__(self, phase: str) -> Phase:
-        return next(p for p in self.phases if p.name == phase)
-
-
-def predict(
+def predict_at(
     strategy: "Strategy | str",
-    model: "Model | str",
+    setting: Setting,
     card: "Card | str",
-    pool_tokens: int,
-    concurrency: int = 1,
-    context: float | None = None,
     *,
-    live_tokens: float | None = None,
-    heads: int | None = None,
     backend: str | None = None,
     fitted: Fit | None = None,
-) -> StepPrediction:
-    """The step of `concurrency` requests of `context` tokens, or of `live_tokens` in all.
+) -> Step:
+    """The step of a strategy at a setting of one GPU.
 
-    `card` is a card of data/gpus or a device title that runs were recorded on; `heads` on this
-    GPU default to eight GPUs' share, `backend` names a recorded
-    attention kernel. Raises `OutOfRange`, `DoesNotFit`, `NoAnswer`.
+    `card` is a card of data/gpus or a device title that steps were recorded on; `backend` names a
+    recorded attention kernel. Raises `OutOfRange`, `DoesNotFit`, `NoAnswer`.
     """
-    strategy, model = parse(strategy), load_model(model)
-    fitted = fitted or fit()
-    if (context is None) == (live_tokens is None):
-        raise OutOfRange("Both or neither of context and live tokens", "one of the two")
-    each = live_tokens / concurrency if context is None else context
-    check_load(model, pool_tokens, concurrency, int(each))
-    live = live_tokens if context is None else concurrency * context
-    heads = heads or model.heads_per_gpu(8 if model.heads % 8 == 0 else 1)
+    strategy, fitted = parse(strategy), fitted or fit()
+    model, load, P = setting.model, setting.load, setting.pool_tokens
+    check_load(model, P, load.concurrency, int(load.context))
     layers = Counter(strategy.at(i) for i in range(model.layers))
-    phases = tuple(
-        _phase(name, layers, model, card, pool_tokens, live, concurrency, heads, fitted, backend)
-        for name in PHASES
+    phases = tuple(_phase(name, layers, setting, card, fitted, backend) for name in PHASES)
+    return Step(
+        strategy.tag,
+        setting,
+        _name(card),
+        phases,
+        ms=sum(p.ms for p in phases),
+        kept_bytes=strategy.token_bytes(model) * (P + setting.page_size)
+        + strategy.fixed_bytes(model),
+        scratch_bytes=strategy.scratch_bytes(model, P, int(load.live_tokens)),
+        backend=phases[1].curve or "",
     )
-    return StepPrediction(
-        strategy.label, model.name, _name(card), heads, pool_tokens, concurrency, live, phases
+
+
+def at(
+    model: "Model | str",
+    pool_tokens: int,
+    concurrency: int = 1,
+    context: float = 1024,
+    heads: int | None = None,
+) -> Setting:
+    """A setting from names; `heads` are by default those of one of eight GPUs."""
+    model = load_model(model)
+    heads = heads or model.heads_per_gpu(8 if model.heads % 8 == 0 else 1)
+    return Setting(model, heads, pool_tokens, Load(concurrency, context))
+
+
+def resized(step: Step, pool_tokens: int) -> Step:
+    """A measured step as it would be over another pool: each phase by its bytes, calibrated.
+
+    Raises `UnknownName` for a strategy that is not defined here: only its own `moves` knows how
+    its bytes grow.
+    """
+    setting = replace(step.setting, pool_tokens=pool_tokens)
+    if setting == step.setting:
+        return step
+    strategy, load = parse(step.strategy.label), setting.load
+    moves = strategy.step_moves(setting.model, pool_tokens, load.live_tokens, load.new_tokens)
+    phases = []
+    for p in step.phases:
+        bytes_ = getattr(moves, f"{p.name}_bytes")
+        if bytes_ == p.bytes or not p.bytes:
+            phases.append(p)
+            continue
+        factor = bytes_ / p.bytes
+        how = calibrated(f"{p.name} x {factor:.1f}, by bytes")
+        phases.append(replace(p, ms=p.ms * factor, bytes=bytes_, provenance=p.provenance + how))
+    grown = sum(p.ms for p in phases) - sum(p.ms for p in step.phases)
+    kept = strategy.token_bytes(setting.model) * (pool_tokens + setting.page_size)
+    return replace(
+        step,
+        setting=setting,
+        phases=tuple(phases),
+        ms=step.ms + grown,
+        kept_bytes=kept + strategy.fixed_bytes(setting.model),
     )
 
 
@@ -109,34 +99,95 @@ def _name(card: "Card | str") -> str:
     return card.name if isinstance(card, Card) else card
 
 
-def _phase(name, layers, model, card, P, L, R, heads, fitted, backend) -> Phase:
-    total, moved, words = 0.0, 0, []
-    for strategy, count in layers.items():
-        bytes_ = getattr(strategy.moves(model, P, L, R), f"{name}_bytes")
-        if not bytes_:
+def predict_again(step: Step, fitted: Fit) -> Step:
+    """The prediction of a measured step, from its own bytes and kernels: no strategy is needed.
+
+    Raises `NoAnswer` where a phase's time belongs to no one kernel, as where layers differ.
+    """
+    layers, phases = step.setting.model.layers, []
+    for p in step.phases:
+        if not p.bytes:
             continue
-        size, requests = (L / R, R) if name == "attention" else (bytes_, 1)
-        source, gb_per_s, analogy = _source(name, strategy, card, heads, fitted, backend)
-        ms, inside = source.time(bytes_, size, requests, gb_per_s)
-        if not inside:
-            analogy.append("outside the recorded sizes, so the utilisation of the nearest one")
+        if p.curve is None:
+            raise NoAnswer(f"The layers of {step.strategy.label} differ in their {p.name}")
+        kernels = _alike(p.curve, fitted) if p.name == "attention" else [p.curve]
+        ms, curve, provenance = _layer(
+            p.name, kernels, p.bytes / layers, step.setting, step.card, fitted, p.curve
+        )
+        phases.append(Phase(p.name, layers * ms, p.bytes, curve, provenance))
+    return replace(step, phases=tuple(phases), ms=sum(p.ms for p in phases), origin=None)
+
+
+def _phase(
+    name: str,
+    layers: Counter,
+    setting: Setting,
+    card: "Card | str",
+    fitted: Fit,
+    backend: str | None,
+) -> Phase:
+    load, total, moved, parts, curves = setting.load, 0.0, 0, [], set()
+    for strategy, count in layers.items():
+        moves = strategy.moves(
+            setting.model, setting.pool_tokens, load.live_tokens, load.new_tokens
+        )
+        if not (bytes_ := getattr(moves, f"{name}_bytes")):
+            continue
+        kernels = _kernels(name, strategy, fitted)
+        ms, curve, provenance = _layer(name, kernels, bytes_, setting, card, fitted, backend)
         total, moved = total + count * ms, moved + count * bytes_
-        words.append((("assumed" if analogy else "calibrated"), "; ".join(analogy)))
-    how = "; ".join(dict.fromkeys(w for _, w in words if w)) or "interpolated between recorded runs"
-    return Phase(name, total, moved, weakest(p for p, _ in words), how)
+        curves.add(curve)
+        parts.append(provenance)
+    curve = curves.pop() if len(curves) == 1 else None
+    return Phase(name, total, moved, curve, sum(parts) or RECORDED)
 
 
-def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit, backend=None):
-    """The curve that serves a phase on a card, the card's bandwidth, and the analogies made."""
-    kernels = _kernels(phase, strategy, fitted)
-    if phase == "attention" and backend in kernels:
+RECORDED = calibrated("interpolated between recorded runs")
+
+
+def _kernels(phase: str, strategy: Strategy, fitted: Fit) -> list[str]:
+    if phase == "cast":
+        return [strategy.cast_curve]
+    if phase == "write":
+        return [strategy.write_curve]
+    return [k[1] for k in fitted.curves if k[0] == phase and reads_of(k[1]) == strategy.reads]
+
+
+def _alike(kernel: str, fitted: Fit) -> list[str]:
+    """Attention kernels that read what this one reads."""
+    reads = reads_of(kernel)
+    return [k[1] for k in fitted.curves if k[0] == "attention" and reads_of(k[1]) == reads]
+
+
+def _layer(
+    phase: str,
+    kernels: list[str],
+    moved_bytes: float,
+    setting: Setting,
+    card: "Card | str",
+    fitted: Fit,
+    backend: str | None,
+) -> tuple[float, str, Provenance]:
+    """One layer's ms in a phase, the curve that gave it, and where that comes from."""
+    attention, R = phase == "attention", setting.load.new_tokens
+    if attention and backend in kernels:
         kernels = [backend]
+    key, gb_per_s, analogy = _source(phase, kernels, card, setting.heads, fitted)
+    size, requests = (setting.load.live_tokens / R, R) if attention else (moved_bytes, 1)
+    ms, inside = fitted.curves[key].time(moved_bytes, size, requests, gb_per_s)
+    if not inside:
+        analogy.append("outside the recorded sizes, so the utilisation of the nearest one")
+    return ms, key[1], assumed("; ".join(analogy)) if analogy else RECORDED
+
+
+def _source(phase: str, kernels: list[str], card: "Card | str", heads: int, fitted: Fit):
+    """The key of the curve that serves a phase on a card, the card's bandwidth, the analogies."""
     name = _name(card)
     candidates = fitted.keys(phase, kernels)
     analogy = []
     if not candidates:
         candidates = fitted.keys(phase)
-        analogy.append(f"no run of {strategy.label}'s {phase} kernel, so another's utilisation")
+        analogy.append(f"no run of the {phase} kernel, so another's utilisation")
     here, known = [k for k in candidates if k[2] == name], machine.known_cards()
     if not here:
         here = [k for k in candidates if k[2] in known] if name in known else []
@@ -148,26 +199,28 @@ def _source(phase: str, strategy: Strategy, card, heads: int, fitted: Fit, backe
         if name not in {*known, *devices}:
             raise UnknownName("GPU", name, {*known, *devices})
         raise NoAnswer(
-            f"No recorded run bears on the {phase} of {strategy.label} on {name}",
+            f"No recorded run bears on the {phase} of {' or '.join(kernels) or 'this strategy'} "
+            f"on {name}",
             f"devices with runs: {', '.join(sorted(devices))}",
             "Record one with shadowkv measure --record, or choose a card of data/gpus",
         )
-    key = min(here, key=lambda k: abs(np.log(max(k[3], 1) / heads)) if phase == "attention" else 0)
+    attention = phase == "attention"
+    key = min(here, key=lambda k: abs(np.log(max(k[3], 1) / heads)) if attention else 0)
     gb_per_s = None
     if key[2] != name:
         gb_per_s = machine.card(name).bandwidth_gb_per_s
         analogy.append(f"{key[1]} at {key[2]}'s launches and share of its bandwidth")
-    if phase == "attention" and key[3] != heads:
+    if attention and key[3] != heads:
         analogy.append(f"as with {key[3]} heads")
-    return fitted.curves[key], gb_per_s, analogy
+    return key, gb_per_s, analogy
 
 
-def _kernels(phase: str, strategy: Strategy, fitted: Fit) -> list[str]:
-    if phase == "cast":
-        return [strategy.label]
-    if phase == "write":
-        return ["+".join(strategy.kinds)]
-    return [kernel for kernel, reads in fitted.reads.items() if reads == strategy.reads]
+def predict_all(setting: Setting, card: "Card | str", **options) -> list[Step]:
+    """The prediction of every strategy that some kernel serves there; `options` of `predict_at`."""
+    chosen = [kind() for kind in STRATEGIES.values()]
+    if (name := _name(card)) in machine.known_cards():
+        chosen = runnable(setting.model, setting.heads, machine.card(name).compute_capability)
+    return [predict_at(s, setting, card, **options) for s in chosen]
 
 
 @dataclass(frozen=True)
@@ -175,40 +228,37 @@ class StepTime:
     """`(running, live_tokens) -> ms`: one strategy's step, and the rest where one is given.
 
     For a simulation: for each request count, piecewise linear in the live tokens, between the
-    knots that `knots(running)` returns; a call costs a bisection. `pool_tokens` is the capacity.
+    knots that `knots(running)` returns; a call costs a bisection. The setting's pool is the
+    capacity; its load is not used.
     """
 
     strategy: Strategy
-    model: Model
+    setting: Setting
     card: "Card | str"
-    pool_tokens: int
-    heads: int
     fitted: Fit
     rest: Rest | None = None
     _tables: dict = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def pool_tokens(self) -> int:
+        return self.setting.pool_tokens
+
     def knots(self, running: int) -> tuple[list[float], list[float]]:
-        """Live tokens (from one a request to the pool), and the whole step's ms at each."""
+        """Live tokens (from one per request to the pool), and the whole step's ms at each."""
         if running not in self._tables:
-            top = max(running, min(self.pool_tokens, running * self.model.max_positions))
+            longest = running * self.setting.model.max_positions
+            top = max(running, min(self.pool_tokens, longest))
             live = np.unique(np.geomspace(running, top, 49).clip(running, top))
             rest = self.rest(running) if self.rest else 0.0
-            times = [rest + self.at(running, L).step_ms for L in live]
+            times = [rest + self.at(running, L).ms for L in live]
             self._tables[running] = (live.tolist(), times)
         return self._tables[running]
 
-    def at(self, running: int, live_tokens: float) -> StepPrediction:
+    def at(self, running: int, live_tokens: float) -> Step:
         """The strategy's step alone, phase by phase, with provenances."""
-        return predict(
-            self.strategy,
-            self.model,
-            self.card,
-            self.pool_tokens,
-            running,
-            live_tokens=live_tokens,
-            heads=self.heads,
-            fitted=self.fitted,
-        )
+        load = Load(running, live_tokens / running)
+        here = replace(self.setting, load=load)
+        return predict_at(self.strategy, here, self.card, fitted=self.fitted)
 
     def __call__(self, running: int, live_tokens: float) -> float:
         live, times = self.knots(running)
@@ -219,39 +269,19 @@ class StepTime:
         return times[i - 1] + slope * (live_tokens - live[i - 1])
 
     @property
-    def provenance(self) -> str:
+    def provenance(self) -> Provenance:
         """The weakest provenance over one request and a full pool, rest included."""
-        ends = [self.at(1, min(1024, self.pool_tokens)).provenance]
-        return weakest([*ends, *([self.rest.provenance] if self.rest else [])])
+        step = self.at(1, min(1024, self.pool_tokens)).provenance
+        return step + self.rest.provenance if self.rest else step
 
 
 def step_time(
     strategy: "Strategy | str",
-    model: "Model | str",
+    setting: Setting,
     card: "Card | str",
-    pool_tokens: int,
     *,
-    heads: int | None = None,
     rest: Rest | None = None,
     fitted: Fit | None = None,
 ) -> StepTime:
     """A `StepTime` from names; fits data/runs if no fit is given."""
-    model = load_model(model)
-    heads = heads or model.heads_per_gpu(8 if model.heads % 8 == 0 else 1)
-    return StepTime(parse(strategy), model, card, pool_tokens, heads, fitted or fit(), rest)
-
-
-def predict_all(
-    model: "Model | str",
-    card: "Card | str",
-    pool_tokens: int,
-    concurrency: int,
-    context: int,
-    **options,
-) -> list[StepPrediction]:
-    """The prediction of every strategy that some kernel serves there; `options` of `predict`."""
-    shape, chosen = load_model(model), [kind() for kind in STRATEGIES.values()]
-    if (name := _name(card)) in machine.known_cards():
-        heads = options.get("heads") or shape.heads_per_gpu(8)
-        chosen = runnable(shape, heads, machine.card(name).compute_capability)
-    return [predict(s, shape, card, pool_tokens, concurrency, context, **options) for s in chosen]
+    return StepTime(parse(strategy), setting, card, fitted or fit(), rest)

@@ -1,11 +1,14 @@
 """The rest of a step (GEMMs, MoE, all-reduce, host) as a function of the running requests."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.errors import NoAnswer, OutOfRange
 from shadowkv_lab.model import Model
+from shadowkv_lab.provenance import Provenance, assumed
 
 # Expert weights stream at the share of the datasheet that a plain read reaches: H200's, measured.
 LENDER = "h200"
@@ -18,11 +21,11 @@ def distinct_experts(experts: int, per_token: int, running: float) -> float:
 
 @dataclass(frozen=True)
 class Rest:
-    """`rest(running)` in ms: `fixed_ms`, and the experts that so many requests read.
+    """`rest(running)` in ms: `fixed_ms` plus the time to read the experts that they select.
 
     `expert_ms` is the time to read one expert of every MoE layer on one GPU. `table`, (requests,
     ms) pairs, replaces the formula where a user has measured it: interpolated linearly, held
-    outside. `provenance` is "assumed" unless the numbers were fitted or measured.
+    outside. It is assumed unless the numbers were fitted or measured.
     """
 
     fixed_ms: float
@@ -30,27 +33,17 @@ class Rest:
     experts: int = 256
     per_token: int = 8
     table: tuple[tuple[int, float], ...] = ()
-    provenance: str = "assumed"
-    how: str = ""
+    provenance: Provenance = field(default_factory=assumed)
 
     def __call__(self, running: float) -> float:
         if self.table:
             counts, times = zip(*self.table, strict=True)
-            return _interpolate(running, counts, times)
+            return float(np.interp(running, counts, times))
         if not self.experts:
             return self.fixed_ms
         return self.fixed_ms + self.expert_ms * distinct_experts(
             self.experts, self.per_token, running
         )
-
-
-def _interpolate(x: float, xs, ys) -> float:
-    if x <= xs[0]:
-        return ys[0]
-    for (x0, y0), (x1, y1) in zip(zip(xs, ys), list(zip(xs, ys))[1:]):  # noqa: B905
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return ys[-1]
 
 
 def rest_from(
@@ -61,7 +54,6 @@ def rest_from(
     *,
     tensor_parallel: int = 8,
     expert_bits: float | None = None,
-    provenance: str = "assumed",
 ) -> Rest:
     """The rest anchored at one stream: `tpot_ms` less full cast's whole step there.
 
@@ -95,6 +87,4 @@ def rest_from(
         f"{at_one:.1f} ms at one request; experts of {weights / 2**20:.1f} MiB at {share:.0%} of "
         f"{card.bandwidth_gb_per_s:.0f} GB/s, requests choosing evenly"
     )
-    return Rest(
-        fixed, expert_ms, model.experts, model.experts_per_token, provenance=provenance, how=how
-    )
+    return Rest(fixed, expert_ms, model.experts, model.experts_per_token, provenance=assumed(how))

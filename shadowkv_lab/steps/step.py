@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import sys
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,9 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from shadowkv_lab import facts, machine
+from shadowkv_lab import facts, files, machine
 from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.provenance import Provenance
@@ -95,8 +91,6 @@ class Step:
     error: float | None = None
     clipped: int = 0
     origin: Origin | None = None
-
-    __pydantic_config__ = ConfigDict(strict=True, allow_inf_nan=False)
 
     def __getitem__(self, phase: str) -> Phase:
         return next(p for p in self.phases if p.name == phase)
@@ -218,20 +212,21 @@ def latest(steps: Iterable[Step]) -> list[Step]:
 
 def append(path: str | Path, step: Step) -> None:
     """Add a measured step to a record file and push it to the disk, so that a crash keeps it."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
-        file.write(("\n" if torn else "") + to_line(step) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    files.append_line(path, to_dict(step))
 
 
-def to_line(step: Step) -> str:
-    """A step as one line of a record file, without what is a default."""
+def to_dict(step: Step) -> dict:
+    """A step as JSON values, as a record file keeps it: without what is a default."""
     without = {"phases": {"__all__": {"provenance"}}, "setting": {"model": {"source"}}}
-    entry = _ADAPTER.dump_python(step, mode="json", exclude=without, exclude_defaults=True)
-    return json.dumps({"schema": SCHEMA, **entry})
+    entry = _adapter().dump_python(step, mode="json", exclude=without, exclude_defaults=True)
+    return {"schema": SCHEMA, **entry}
+
+
+@cache
+def _adapter():
+    from pydantic import TypeAdapter  # 50 ms, which an import of the lab need not take
+
+    return TypeAdapter(Step)
 
 
 def read(path: str | Path) -> list[Step]:
@@ -240,39 +235,21 @@ def read(path: str | Path) -> list[Step]:
     A last line that was cut short is skipped with a warning that names it. Raises `BadFile` for
     any other line that is no step, and for another schema version.
     """
-    path = Path(path)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadFile(f"Cannot read {path}: {error}", "a JSONL file of steps") from None
-    lines, found = text.splitlines(), []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path.name}, line {number}"
-        try:
-            found.append(_step_of(line, where))
-        except BadFile:
-            if number < len(lines) or text.endswith("\n"):
-                raise
-            warnings.warn(f"{where} was cut short and is skipped", stacklevel=2)
-    return found
+        return files.read_lines(path, Step)
+    except BadFile:
+        for number, line in enumerate(files.read_text(path).splitlines(), 1):
+            schema = SCHEMA_OF.search(line)
+            if schema and schema[1] != str(SCHEMA):
+                raise BadFile(
+                    f"{path}, line {number} has schema {schema[1]}",
+                    f"schema {SCHEMA}",
+                    "Record the run again",
+                ) from None
+        raise
 
 
-def _step_of(line: str, where: str) -> Step:
-    if not BEGINNING.match(line):
-        schema = SCHEMA_OF.search(line)
-        raise BadFile(
-            f"{where} has schema {schema[1]}" if schema else f"{where} is no recorded step",
-            f"lines that begin with their schema, {SCHEMA}",
-            "Record the run again",
-        )
-    try:
-        return _ADAPTER.validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field_ = ".".join(map(str, first["loc"]))
-        raise BadFile(f"{where}: {field_ or 'the line'}: {first['msg']}", "whole steps") from None
+SCHEMA_OF = re.compile(r'^\s*\{\s*"schema"\s*:\s*(\w+)')
 
 
 def recorded() -> list[Step]:
@@ -283,9 +260,3 @@ def recorded() -> list[Step]:
 @cache
 def _recorded(stamps: tuple) -> tuple[Step, ...]:
     return tuple(step for path, _ in stamps for step in read(path))
-
-
-# A line of a record file begins so; another schema, or none, is told before anything is parsed.
-BEGINNING = re.compile(rf'\s*\{{\s*"schema"\s*:\s*{SCHEMA}\s*,')
-SCHEMA_OF = re.compile(r'"schema"\s*:\s*(\w+)')
-_ADAPTER = TypeAdapter(Step)

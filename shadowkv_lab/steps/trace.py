@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shadowkv_lab import facts, machine
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.steps import measure as decode
-from shadowkv_lab.steps import records
+from shadowkv_lab.steps.step import origin as origin_of
 from shadowkv_lab.strategies import Strategy, parse
 from shadowkv_lab.strategies.step import DecodeStep
 
@@ -110,7 +110,7 @@ def record(
     command = (
         f"profiled.record(reproduce.bench_here('{bench.device}'), {pool_tokens}, {context}, path)"
     )
-    origin = records.origin(bench.device, *decode.bandwidth(bench.device), command)
+    origin = origin_of(bench.device, *decode.bandwidth(bench.device), command)
     entry = dict(schema=SCHEMA, origin=asdict(origin), profiles=[asdict(p) for p in profiles])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entry, indent=1) + "\n")

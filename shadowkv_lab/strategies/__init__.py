@@ -5,20 +5,31 @@ import re
 
 from shadowkv_lab.errors import OutOfRange, UnknownName
 from shadowkv_lab.model import Model
-from shadowkv_lab.strategies import (  # each definition enters STRATEGIES
-    bf16_pool,
-    full_cast,
-    fused_fp8,
-    gather_cast,
-    native_fp8,
-    shadow,
-    vector_cast,
-)
 from shadowkv_lab.strategies.base import STRATEGIES, Label, Moves, Strategy
+from shadowkv_lab.strategies.bf16_pool import BF16Pool
+from shadowkv_lab.strategies.full_cast import FullCast
+from shadowkv_lab.strategies.fused_fp8 import FusedFP8
+from shadowkv_lab.strategies.gather_cast import GatherCast
+from shadowkv_lab.strategies.native_fp8 import NativeFP8
+from shadowkv_lab.strategies.shadow import Shadow
+from shadowkv_lab.strategies.vector_cast import VectorCast
 
-__all__ = ["STRATEGIES", "Label", "Moves", "Strategy", "parse", "parse_list", "runnable"]
-
-OWN = (full_cast, bf16_pool, shadow, gather_cast, vector_cast, native_fp8, fused_fp8)
+__all__ = [
+    "STRATEGIES",
+    "BF16Pool",
+    "FullCast",
+    "FusedFP8",
+    "GatherCast",
+    "Label",
+    "Moves",
+    "NativeFP8",
+    "Shadow",
+    "Strategy",
+    "VectorCast",
+    "parse",
+    "parse_list",
+    "runnable",
+]
 
 
 def runnable(model: Model, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:

@@ -1,6 +1,5 @@
 """The reproduction as a whole: scaling, checks that can fail, a small run."""
 
-import pandas as pd
 import pytest
 import torch
 
@@ -18,13 +17,13 @@ REST = Rest(20.0, experts=0)
 
 def test_a_small_pool_is_scaled_by_its_phases_bytes():
     runs = known.runs("full_cast,shadow", pools=(61_952,), loads=((1, 1024),))
-    table = reproduce.measured(runs.assign(provenance="measured"), REST).set_index("strategy")
-    cast = runs[runs.strategy == "full_cast"].iloc[0]
-    assert table.loc["full_cast"].step_ms == pytest.approx(cast.step_ms + 7 * cast.cast_ms)
+    table = reproduce.measured(runs, REST).set_index("strategy")
+    cast = runs[0]
+    assert table.loc["full_cast"].step_ms == pytest.approx(cast.ms + 7 * cast["cast"].ms)
     assert "x 8.0, by bytes" in table.loc["full_cast"].scaled
     assert table.loc["full_cast"].provenance == "calibrated"
     assert table.loc["shadow"].scaled == ""
-    assert table.loc["shadow"].provenance == "measured"
+    assert table.loc["shadow"].provenance == "recorded"
     assert table.loc["shadow"].tpot_ms == pytest.approx(20 + table.loc["shadow"].step_ms)
     assert set(table.label) == {"replay"}
 
@@ -32,7 +31,7 @@ def test_a_small_pool_is_scaled_by_its_phases_bytes():
 def test_rest_is_what_the_case_leaves():
     step = verdict.full_cast_of_case("rtx-pro-6000-server", 1024, FIT)
     rest = verdict.case_rest("rtx-pro-6000-server", 1024, FIT)
-    assert rest(1) + step.step_ms == pytest.approx(95.6)
+    assert rest(1) + step.ms == pytest.approx(95.6)
     table = verdict.rest_over_context("rtx-pro-6000-server", (256, 8192), FIT)
     assert table.rest_ms[0] > table.rest_ms[1]
 
@@ -144,9 +143,8 @@ def test_kernel_names(kernel, short):
     assert profiled.short_name(kernel) == short
 
 
-def test_recorded_runs_pick_the_asked_cell():
-    both = pd.concat([known.runs(), known.runs("shadow", device="NVIDIA H100")])
-    found = reproduce.recorded_runs(context=8192, concurrency=8, runs=both)
-    assert list(found.strategy) == ["full_cast", "bf16_pool", "shadow"]
-    assert set(found.provenance) == {"recorded"}
-    assert set(found.pool_tokens) == {495_616}
+def test_recorded_steps_pick_the_asked_cell():
+    both = [*known.runs(), *known.runs("shadow", device="NVIDIA H100")]
+    found = reproduce.recorded_steps(context=8192, concurrency=8, steps=both)
+    assert [s.strategy.label for s in found] == ["full_cast", "bf16_pool", "shadow"]
+    assert {(s.setting.pool_tokens, s.card) for s in found} == {(495_616, "h200")}

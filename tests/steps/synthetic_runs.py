@@ -1,8 +1,10 @@
-"""Recorded runs made from a known model of time, as an oracle for the fit."""
+"""Recorded steps made from a known model of time, as an oracle for the fit."""
 
-import pandas as pd
-
+from shadowkv_lab.deployment import Setting
+from shadowkv_lab.load import Load
+from shadowkv_lab.machine import card_of
 from shadowkv_lab.model import load_model
+from shadowkv_lab.steps.step import Origin, Phase, Step
 from shadowkv_lab.strategies import parse
 
 LAUNCH_MS = 0.005  # a layer and phase
@@ -15,6 +17,14 @@ def layer_ms(phase: str, moved_bytes: float, gb_per_s: float = H200_GB_PER_S) ->
     return LAUNCH_MS + moved_bytes / (gb_per_s * SHARE[phase]) / 1e6
 
 
+def origin(device="NVIDIA H200", copy_gb_per_s=H200_GB_PER_S, date="2026-01-01") -> Origin:
+    state = dict.fromkeys(("sm_clock_mhz", "memory_clock_mhz", "power_w", "driver"))
+    versions = dict(torch="2.13.0", triton=None, flashinfer=None)
+    told = dict(git_revision="abc", date=date, command="shadowkv measure")
+    speeds = dict(copy_gb_per_s=copy_gb_per_s, read_gb_per_s=copy_gb_per_s)
+    return Origin(device=device, **state, **versions, **speeds, **told)
+
+
 def runs(
     strategies="full_cast,bf16_pool,shadow",
     pools=(65536, 262144, 495616),
@@ -25,8 +35,10 @@ def runs(
     device="NVIDIA H200",
     gb_per_s=H200_GB_PER_S,
     mode="graph",
-) -> pd.DataFrame:
-    shape, rows = load_model(model), []
+    date="2026-01-01",
+    times=1.0,
+) -> list[Step]:
+    shape, found, card = load_model(model), [], card_of(device)
     for name in strategies.split(","):
         strategy = parse(name)
         for P in pools:
@@ -34,33 +46,29 @@ def runs(
                 if R * n > P:
                     continue
                 moves = strategy.at(0).moves(shape, P, R * n, R)
-                ms = {
-                    p: shape.layers * layer_ms(p, b, gb_per_s) if b else 0.0
-                    for p, b in zip(SHARE, moves, strict=True)
-                }
-                rows.append(
-                    {
-                        "strategy": name,
-                        "model": model,
-                        "layers": shape.layers,
-                        "heads": heads,
-                        "pool_tokens": P,
-                        "concurrency": R,
-                        "context": n,
-                        "live_tokens": R * n,
-                        "new_tokens": R,
-                        "page_size": 1,
-                        "slot_order": "random",
-                        "backend": "flashinfer_fa3",
-                        "mode": mode,
-                        "step_ms": sum(ms.values()),
-                        "cast_ms": ms["cast"],
-                        "attention_ms": ms["attention"],
-                        "write_ms": ms["write"],
-                        "error": 2e-3,
-                        "origin.device": device,
-                        "origin.date": "2026-01-01",
-                        "origin.copy_gb_per_s": gb_per_s,
-                    }
+                curves = (strategy.cast_curve, "flashinfer_fa3", strategy.write_curve)
+                phases = tuple(
+                    Phase(
+                        phase,
+                        times * shape.layers * layer_ms(phase, size, gb_per_s),
+                        shape.layers * size,
+                        curve,
+                    )
+                    for phase, size, curve in zip(SHARE, moves, curves, strict=True)
+                    if size
                 )
-    return pd.DataFrame(rows)
+                found.append(
+                    Step(
+                        strategy.tag,
+                        Setting(shape, heads, P, Load(R, n)),
+                        card.name if card else device,
+                        phases,
+                        ms=sum(p.ms for p in phases),
+                        kept_bytes=strategy.token_bytes(shape) * (P + 1),
+                        mode=mode,
+                        backend="flashinfer_fa3",
+                        error=2e-3,
+                        origin=origin(device, gb_per_s, date),
+                    )
+                )
+    return found

@@ -21,25 +21,23 @@ def bench(tiny):
 
 def test_runs_say_what_was_measured(bench):
     runs = list(decode.measure(bench, parse_list("full_cast,shadow"), [256], [(2, 16), (1, 8)]))
-    assert [(r.strategy, r.concurrency, r.context) for r in runs] == [
-        ("full_cast", 2, 16),
-        ("full_cast", 1, 8),
-        ("shadow", 2, 16),
-        ("shadow", 1, 8),
-    ]
+    assert [
+        (r.strategy.label, r.setting.load.concurrency, r.setting.load.context) for r in runs
+    ] == [("full_cast", 2, 16), ("full_cast", 1, 8), ("shadow", 2, 16), ("shadow", 1, 8)]
     for r in runs:
-        assert r.mode == "eager" and r.live_tokens == r.concurrency * r.context
-        assert 0 < r.error < 6e-3 and r.samples >= 5
-        assert r.step_ms > 0 and r.attention_ms > 0 and r.write_ms > 0
-        phases = r.cast_ms + r.attention_ms + r.write_ms
-        assert r.residual_ms == pytest.approx(r.step_ms - phases)
+        assert r.mode == "eager" and 0 < r.error < 6e-3 and r.samples >= 5
+        assert r.ms > 0 and r["attention"].ms > 0 and r["write"].ms > 0
+        assert str(r.provenance) == "measured"
     assert runs[0].kept_bytes == 2 * 257 * 576 and runs[2].kept_bytes == 2 * 257 * 1728
-    assert runs[0].allocated_bytes - runs[0].kept_bytes == 257 * 1152, "one layer of scratch"
+    assert runs[0].scratch_bytes == 257 * 1152, "one layer of scratch"
+    assert runs[0]["cast"].bytes == 2 * 256 * 1728 and runs[0]["cast"].curve == "full_cast"
+    assert runs[2]["write"].curve == "fp8+bf16" and runs[2]["attention"].curve == "reference"
 
 
 def test_several_pools_leave_out_what_does_not_fit(bench):
     runs = decode.measure(bench, parse_list("bf16_pool"), [64, 16], [(2, 16), (1, 8)])
-    assert [(r.pool_tokens, r.concurrency) for r in runs] == [(16, 1), (64, 2), (64, 1)]
+    found = [(r.setting.pool_tokens, r.setting.load.concurrency) for r in runs]
+    assert found == [(16, 1), (64, 2), (64, 1)]
     with pytest.raises(DoesNotFit):
         list(decode.measure(bench, parse_list("bf16_pool"), [16], [(2, 16)]))
 

@@ -1,0 +1,237 @@
+"""The fit recovers a known model; provenance says what it rests on."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shadowkv_lab.budget import budget
+from shadowkv_lab.errors import DoesNotFit, NoAnswer, OutOfRange, UnknownName
+from shadowkv_lab.model import load_model
+from shadowkv_lab.steps import fit as fitting
+from shadowkv_lab.steps.held_out import held_out, summary
+from shadowkv_lab.steps.predict import at, predict_all, predict_at, resized, step_time
+from shadowkv_lab.steps.rest import Rest
+from shadowkv_lab.strategies import Label, parse
+from tests.steps import synthetic_runs as known
+
+GLM = load_model("glm-5")
+FIT = fitting.fit(known.runs())
+
+
+def truth(strategy, P, L, R, gb_per_s=known.H200_GB_PER_S, shape=GLM):
+    """The known model's step, by DESIGN's traffic table written out again."""
+    fp8, bf16 = 576, 1152
+    moves = {
+        "full_cast": ((fp8 + bf16) * P, bf16 * L, fp8 * R),
+        "bf16_pool": (0, bf16 * L, bf16 * R),
+        "shadow": (0, bf16 * L, 1728 * R),
+    }[strategy]
+    return shape.layers * sum(
+        known.layer_ms(phase, b, gb_per_s) for phase, b in zip(known.SHARE, moves, strict=True) if b
+    )
+
+
+@given(
+    st.sampled_from(["full_cast", "bf16_pool", "shadow"]),
+    st.integers(65_536, 495_616),
+    st.integers(1, 32),
+    st.integers(1024, 2048),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_known_model_is_recovered_between_its_runs(strategy, P, R, context):
+    step = predict_at(strategy, at("glm-5", P, R, context), "h200", fitted=FIT)
+    assert step.ms == pytest.approx(truth(strategy, P, R * context, R), rel=0.01)
+    assert str(step.provenance) == "calibrated"
+
+
+def test_outside_the_runs_is_assumed_and_says_why():
+    step = predict_at("full_cast", at("glm-5", 16_384, 1, 1024), "h200", fitted=FIT)
+    assert str(step["cast"].provenance) == "assumed"
+    assert "outside the recorded sizes" in step["cast"].provenance.how
+    assert str(step["attention"].provenance) == "calibrated"
+    assert str(step.provenance) == "assumed"
+    far = predict_at("shadow", at("glm-5", 495_616, 1, 65_536), "h200", fitted=FIT)
+    assert str(far["attention"].provenance) == "assumed"
+
+
+def test_other_heads_are_an_analogy():
+    step = predict_at("shadow", at("glm-5", 495_616, 1, 1024, 16), "h200", fitted=FIT)
+    assert "8 heads" in step["attention"].provenance.how
+
+
+def test_the_cases_own_cast_calibrates_its_cards():
+    """64.6 ms at the case's pool on both cards, and by bytes, assumed, at half of it."""
+    for card in ("rtx-pro-6000-server", "rtx-pro-6000-workstation"):
+        step = predict_at("full_cast", at("glm-5", 495_616, 1, 1024), card, fitted=FIT)
+        assert step["cast"].ms == pytest.approx(64.6)
+        assert str(step["cast"].provenance) == "calibrated"
+        assert step["cast"].gb_per_s == pytest.approx(1034, abs=1)
+        assert str(step["attention"].provenance) == "assumed"
+        half = predict_at("full_cast", at("glm-5", 247_808, 1, 1024), card, fitted=FIT)["cast"]
+        assert half.ms == pytest.approx(32.3)
+        assert str(half.provenance) == "assumed"
+
+
+def test_a_borrowed_utilisation_scales_with_the_bandwidth():
+    lent = predict_at("shadow", at("glm-5", 495_616, 8, 8192), "rtx-pro-6000-server", fitted=FIT)
+    assert lent.ms == pytest.approx(truth("shadow", 495_616, 65_536, 8, 1597), rel=0.01)
+    assert "h200" in lent["attention"].provenance.how
+
+
+def test_a_users_own_runs_turn_the_card_calibrated():
+    name = "NVIDIA RTX PRO 6000 Blackwell Server Edition"
+    both = [*known.runs(), *known.runs(device=name, gb_per_s=1597)]
+    step = predict_at(
+        "shadow", at("glm-5", 495_616, 8, 2048), "rtx-pro-6000-server", fitted=fitting.fit(both)
+    )
+    assert str(step.provenance) == "calibrated"
+
+
+def test_newer_runs_and_graph_replays_come_first():
+    old = known.runs(strategies="bf16_pool", times=9)
+    eager = known.runs(strategies="bf16_pool", mode="eager", date="2026-03-03", times=7)
+    new = known.runs(strategies="bf16_pool", date="2026-02-02")
+    fitted = fitting.fit([*new, *old, *eager])
+    step = predict_at("bf16_pool", at("glm-5", 495_616, 1, 1024), "h200", fitted=fitted)
+    assert step.ms == pytest.approx(truth("bf16_pool", 495_616, 1024, 1), rel=0.01)
+
+
+def test_mixed_layers_are_sums_of_both_kinds():
+    mixed = predict_at("shadow(layers=26)", at("glm-5", 495_616, 1, 1024), "h200", fitted=FIT)
+    parts = [truth(s, 495_616, 1024, 1) for s in ("shadow", "full_cast")]
+    assert mixed.ms == pytest.approx((26 * parts[0] + 52 * parts[1]) / 78, rel=0.01)
+
+
+def test_the_bytes_are_the_strategys_own():
+    step = predict_at("full_cast", at("glm-5", 495_616, 1, 1024), "h200", fitted=FIT)
+    assert step["cast"].bytes == pytest.approx(66.8e9, rel=1e-3)  # DESIGN section 3
+    assert [p.name for p in step.phases] == ["cast", "attention", "write"]
+
+
+def test_step_time_agrees_with_predict_at_its_knots_and_is_linear_between():
+    step = step_time("shadow", at("glm-5", 495_616), "h200", fitted=FIT, rest=Rest(10.0, experts=0))
+    live, times = step.knots(8)
+    assert live[0] == 8
+    assert live[-1] == 495_616
+    assert live == sorted(live)
+    i = len(live) // 2
+    assert step(8, live[i]) == pytest.approx(10 + step.at(8, live[i]).ms)
+    middle = (live[i] + live[i + 1]) / 2
+    assert step(8, middle) == pytest.approx((times[i] + times[i + 1]) / 2)
+    assert str(step.provenance) == "assumed"  # the rest's
+    assert step_time("shadow", at("glm-5", 8), "h200", fitted=FIT)(8, 8) > 0
+
+
+def test_held_out_error_of_a_known_model_is_small():
+    r1 = known.runs(model="deepseek-r1", pools=(131_072,), loads=((1, 1024), (32, 1024)))
+    rows = held_out([*known.runs(), *r1])
+    assert set(rows.kind) == {"pool", "context", "model"}
+    assert rows.error.median() < 0.01
+    assert rows.error.quantile(0.9) < 0.05
+    found = summary(rows)
+    assert list(found.kind) == ["pool", "context", "model", "all"]
+    assert found.runs.iloc[-1] == len(rows)
+
+
+def test_held_out_groups_are_whole():
+    """A held-out pool's runs cannot have shaped their own prediction: poison shows in the error."""
+    poisoned = known.runs(pools=(262_144,), times=3)
+    rows = held_out([*known.runs(pools=(65_536, 495_616)), *poisoned])
+    seen = rows[
+        (rows.kind == "pool") & (rows.pool_tokens == 262_144) & (rows.strategy == "full_cast")
+    ]
+    assert seen.error.min() > 0.5
+
+
+def test_nothing_recorded_is_an_error_not_a_guess():
+    with pytest.raises(UnknownName, match=r"b200.*h200"):
+        predict_at("shadow", at("glm-5", 495_616), "NVIDIA Unheard Of", fitted=FIT)
+    with pytest.raises(NoAnswer, match="Record one"):
+        empty = fitting.fit([])
+        predict_at("shadow", at("glm-5", 495_616, 1, 1024), "h200", fitted=empty)
+
+
+def test_strategies_that_no_kernel_serves_are_left_out():
+    for gpu, served in (("h200", True), ("rtx-pro-6000-server", False)):
+        found = {p.strategy.name for p in predict_all(at("glm-5", 495_616), gpu, fitted=FIT)}
+        assert ("native_fp8" in found) == served and "fused_fp8" in found
+        plan = budget("glm-5", gpu, kv_gib=25.49)
+        assert ("native_fp8" in {c.strategy for c in plan.capacities}) == served
+
+
+def test_bad_loads():
+    with pytest.raises(DoesNotFit):
+        predict_at("shadow", at("glm-5", 1024, 8, 1024), "h200", fitted=FIT)
+    with pytest.raises(OutOfRange):
+        predict_at("shadow", at("glm-5", 1024, 1, 0), "h200", fitted=FIT)
+
+
+def test_steps_of_unknown_models_and_strategies_count_like_any_other():
+    """What bears on a curve travels with the step: nothing is looked up by name."""
+    known_steps = known.runs(strategies="bf16_pool")
+    foreign = [
+        replace(
+            s,
+            strategy=Label("their_own", "their own", "#123456", 40),
+            setting=replace(s.setting, model=replace(s.setting.model, name="no-such-model")),
+        )
+        for s in known_steps
+    ]
+    assert fitting.points(foreign).equals(fitting.points(known_steps))
+
+
+def test_a_smaller_pool_scales_by_bytes_and_a_foreign_strategy_is_refused():
+    small, large = (
+        known.runs("full_cast", pools=(P,), loads=((1, 8192),))[0] for P in (65_536, 495_616)
+    )
+    grown = resized(small, 495_616)
+    factor = 495_616 / 65_536
+    assert grown["cast"].ms == pytest.approx(small["cast"].ms * factor)
+    assert grown["cast"].bytes == large["cast"].bytes and grown.kept_bytes == large.kept_bytes
+    assert grown["attention"] == small["attention"]
+    assert grown.ms - small.ms == pytest.approx(small["cast"].ms * (factor - 1))
+    assert str(grown.provenance) == "calibrated" and "by bytes" in grown["cast"].provenance.how
+    with pytest.raises(UnknownName):
+        resized(replace(small, strategy=Label("their_own", "", "#123456", 40)), 495_616)
+    assert resized(small, 65_536) is small
+
+
+def test_kernel_benchmarks_fill_in_what_runs_lack(tmp_path):
+    """fa2 is timed by the kernel benchmark only; SM120 has no fa3, so it borrows fa2's."""
+    layers, loads = 78, ((1, 1024), (1, 65_536), (32, 8192))
+    rows = [
+        {
+            "kernel": f"flashinfer bf16 {v}",
+            "shape": f"{R} x {n}",
+            "heads": 8,
+            "bytes": layers * R * n * 1152,
+            "ms": layers * slow * known.layer_ms("attention", R * n * 1152),
+        }
+        for v, slow in (("fa2", 2.0), ("fa3", 9.0))
+        for R, n in loads
+    ]
+    path = tmp_path / "h200_kernels.json"
+    path.write_text(json.dumps({"origin": {"device": "NVIDIA H200"}, "rows": rows}))
+    fitted = fitting.fit(known.runs(), [path])
+    lent = predict_at(
+        "shadow", at("glm-5", 495_616, 1, 16_384), "rtx-pro-6000-server", fitted=fitted
+    )
+    by_hand = 78 * 2 * known.layer_ms("attention", 16_384 * 1152, 1597)
+    assert lent["attention"].ms == pytest.approx(by_hand, rel=0.01)
+    assert "fa2" in lent["attention"].provenance.how
+    here = predict_at("shadow", at("glm-5", 495_616, 1, 2048), "h200", fitted=fitted)
+    assert here.ms == pytest.approx(truth("shadow", 495_616, 2048, 1), rel=0.01)
+
+
+def test_published_point_is_the_file(monkeypatch):
+    """The calibration reads data/published: no number of the case is typed into the code."""
+    entry = json.loads(json.dumps(fitting.facts.find("published", "", "case"))) | {"cast_ms": 32.3}
+    real = fitting.facts.find
+    monkeypatch.setattr(fitting.facts, "find", lambda *a: entry if a[2] == "case" else real(*a))
+    fitted = fitting.fit(known.runs())
+    step = predict_at("full_cast", at("glm-5", 495_616), "rtx-pro-6000-server", fitted=fitted)
+    assert step["cast"].ms == pytest.approx(32.3)
+    assert parse("full_cast").label == "full_cast"
