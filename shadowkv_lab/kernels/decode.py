@@ -157,7 +157,7 @@ class FusedDecode:
         table = torch.tensor([*chain(*parts)], dtype=torch.int32)
         if not keep or self.table is None or self.table.shape != table.shape:
             self.table = torch.empty_like(table, device=device)
-            self.work, self.splits, self.indptr = self.table.split([*map(len, parts)])
+        self.work, self.splits, self.indptr = self.table.split([*map(len, parts)])
         # Pinned memory of torch's own is not used again before the copy out of it is done.
         self.table.copy_(table.pin_memory() if self.table.is_cuda else table, non_blocking=True)
 
