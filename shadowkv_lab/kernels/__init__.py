@@ -46,7 +46,7 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
     if backend == "reference" or on_a_cpu:
         return reference.ReferenceAttention()
     if reads == "fused_fp8":
-        return _triton("decode", device).FusedAttention()
+        return _triton("decode", device).FusedDecode()
     flashinfer = importlib.import_module("shadowkv_lab.kernels.flashinfer")
     variant = backend.removeprefix("flashinfer_")
     return flashinfer.FlashInferAttention(variant, reads, device)
@@ -82,10 +82,10 @@ def check(
 
 
 def mover(name: str, device: torch.device) -> Callable:
-    """`cast`, `append` or `gather_cast` for a device: our Triton kernel, or torch without it."""
+    """`append`, `cast`, `gather_cast` or `refresh` for a device: our Triton kernel, or torch."""
     if triton_problem(device):
         return getattr(reference, name)
-    return getattr(_triton(name, device), name)
+    return getattr(_triton("append" if name == "append" else "widen", device), name)
 
 
 def require(module: str, device: torch.device) -> None:
