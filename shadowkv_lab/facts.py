@@ -1,36 +1,139 @@
-"""Where the lab's facts lie: the `data/` folder, and how one named JSON file is found in it."""
+"""The facts that the lab ships, and a folder of the user's own laid over them.
 
-import json
+Shipped facts are the files of `data/`: beside the package in a clone, inside it once installed.
+SHADOWKV_DATA names a folder of the same layout (`gpus/mine.json`, `runs/mine.jsonl`, ...): its
+files are added, and win where names are the same. A file of the user's that cannot be read is
+left out with a warning; one of the lab's is an error.
+
+Every fact file is a JSON object with a `name`, perhaps a `title` and `aliases`, and its `source`,
+the fields of `provenance.Source`: `title`, `url`, `date` (the publication's own; null where it has
+none) and `read` (the day on which it was read).
+"""
+
 import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
-from shadowkv_lab.errors import UnknownName
+from shadowkv_lab.errors import CannotWrite, LabError, UnknownName
+from shadowkv_lab.files import read_json
+from shadowkv_lab.provenance import Source
 
-DATA = Path(os.environ.get("SHADOWKV_DATA", Path(__file__).resolve().parents[1] / "data"))
+T = TypeVar("T")
+
+
+def shipped(folder: str) -> Path:
+    """`data` or `notebooks`: inside the package if it is installed, else beside it in a clone."""
+    package = Path(str(resources.files("shadowkv_lab")))
+    inside = package / folder
+    return inside if inside.is_dir() else package.parent / folder
+
+
+DATA = shipped("data")
 RUNS = DATA / "runs"
 
 
-@cache
-def catalogue(folder: str) -> dict[str, dict]:
-    """All JSON files of `data/<folder>` by their `name` and `aliases`, lower case."""
-    facts = {}
-    for path in sorted((DATA / folder).glob("*.json")):
-        entry = json.loads(path.read_text())
-        for name in (entry["name"], *entry.get("aliases", ())):
-            facts[name.lower()] = entry
-    return facts
+def own() -> Path | None:
+    """The user's folder, SHADOWKV_DATA, or None."""
+    told = os.environ.get("SHADOWKV_DATA")
+    return Path(told).expanduser() if told else None
 
 
-def find(folder: str, kind: str, name: str, remedy: str = "") -> dict:
-    """The entry `name` of `data/<folder>`; raises `UnknownName` with the nearest one."""
-    known = catalogue(folder)
-    entry = known.get(str(name).lower())
-    if entry is None:
-        raise UnknownName(kind, name, known, remedy)
-    return entry
+def layers() -> tuple[Path, ...]:
+    """The lab's folder, then the user's, which wins."""
+    mine = own()
+    return (DATA,) if mine is None else (DATA, mine)
+
+
+def files(folder: str, pattern: str) -> list[Path]:
+    """Files of `folder` that match, of both layers and sorted by name; the user's of equal names.
+
+    >>> [path.name for path in files("launch", "sm_9*.json")]
+    ['sm_90.json']
+    """
+    found = {path.name: path for layer in layers() for path in (layer / folder).glob(pattern)}
+    return [found[name] for name in sorted(found)]
+
+
+def path(*parts: str) -> Path:
+    """One file by its folder and name: the user's if there is one, else the lab's."""
+    mine = layers()[-1].joinpath(*parts)
+    return mine if mine.exists() else DATA.joinpath(*parts)
 
 
 def stamps(folder: str, pattern: str) -> tuple[tuple[Path, int], ...]:
-    """The files of a folder and when they last changed: a key for what was read from them."""
-    return tuple((p, p.stat().st_mtime_ns) for p in sorted((DATA / folder).glob(pattern)))
+    """`files` with the time of their last change: a key for what is kept of them."""
+    return tuple((path, path.stat().st_mtime_ns) for path in files(folder, pattern))
+
+
+def each(paths: Iterable[Path], reader: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
+    """Each path with what `reader` makes of it; a bad file of the user's is left out, with a
+    warning that names it. Raises what `reader` does for a bad file of the lab's."""
+    for path in paths:
+        try:
+            yield path, reader(path)
+        except LabError as error:
+            if path.is_relative_to(DATA):
+                raise
+            warnings.warn(f"{path} is left out: {error}", stacklevel=2)
+
+
+def target(*parts: str) -> Path:
+    """Where the lab writes a fact: in the user's folder, or in the clone that it runs from.
+
+    Raises `CannotWrite` if the lab is installed and there is no such folder.
+    """
+    if own() is None and (DATA.parent / "__init__.py").exists():
+        raise CannotWrite(
+            f"{'/'.join(parts)} has no place, as the lab is installed",
+            "a folder of your own",
+            "Set SHADOWKV_DATA to one",
+        )
+    return layers()[-1].joinpath(*parts)
+
+
+@dataclass(frozen=True)
+class _Head:
+    name: str
+    source: Source
+    aliases: tuple[str, ...] = ()
+
+
+def catalogue(folder: str, kind: type[T] = dict) -> dict[str, T]:
+    """The facts of a folder by `name` and `aliases`, in lower case; read again when files come,
+    go or are replaced.
+
+    `kind` is a dataclass for a whole file (a `Card`), or `dict`. Raises `BadFile`.
+    """
+    folders = tuple(layer / folder for layer in layers())
+    return _catalogue(tuple((f, f.stat().st_mtime_ns) for f in folders if f.is_dir()), kind)
+
+
+@cache
+def _catalogue(folders: tuple[tuple[Path, int], ...], kind: type[T]) -> dict[str, T]:
+    def read(path: Path) -> tuple[_Head, T]:
+        return read_json(path, _Head), read_json(path, kind)
+
+    paths = (path for folder, _ in folders for path in sorted(folder.glob("*.json")))
+    facts = {}
+    for _, (head, entry) in each(paths, read):
+        facts |= {name.lower(): entry for name in (head.name, *head.aliases)}
+    return facts
+
+
+def find(folder: str, what: str, name: str, remedy: str = "", kind: type[T] = dict) -> T:
+    """The fact `name` of a folder; raises `UnknownName` for a `what`, with the nearest one."""
+    known = catalogue(folder, kind)
+    entry = known.get(str(name).lower())
+    if entry is None:
+        raise UnknownName(what, name, known, remedy)
+    return entry
+
+
+def source(entry: dict) -> Source:
+    """The source of a fact that was read as a `dict`."""
+    return Source(**entry["source"])

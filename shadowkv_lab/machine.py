@@ -15,6 +15,7 @@ import torch
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import UnknownName
+from shadowkv_lab.provenance import Source
 
 GPU_RESERVE_BYTES = 1 << 30  # left for the CUDA context, library workspaces and graphs
 CPU_RESERVE_BYTES = 1 << 29
@@ -32,7 +33,8 @@ class Card:
     l2_mb: int
     shared_memory_per_block_bytes: int
     compute_capability: tuple[int, int]
-    source: str
+    source: Source
+    driver_names: tuple[str, ...] = ()
     measured_copy_gb_per_s: float | None = None
     measured_read_gb_per_s: float | None = None
 
@@ -58,17 +60,12 @@ class Holder(NamedTuple):
 
 def card(name: str) -> Card:
     """The card `name` of data/gpus; raises `UnknownName` with the nearest."""
-    return _card(facts.find("gpus", "GPU", name, "Or add a file under data/gpus"))
+    return facts.find("gpus", "GPU", name, "Or add a file under data/gpus", Card)
 
 
 def known_cards() -> list[str]:
     """Names of the cards under data/gpus."""
-    return sorted(facts.catalogue("gpus"))
-
-
-def _card(entry: dict) -> Card:
-    facts = {k: v for k, v in entry.items() if k != "driver_names"}
-    return Card(**{**facts, "compute_capability": tuple(entry["compute_capability"])})
+    return sorted(facts.catalogue("gpus", Card))
 
 
 def detect_card(device: str | torch.device = "cuda") -> Card | None:
@@ -78,10 +75,8 @@ def detect_card(device: str | torch.device = "cuda") -> Card | None:
 
 def card_of(title: str) -> Card | None:
     """The card that the driver calls `title`, or that has this name; None if there is none."""
-    for entry in facts.catalogue("gpus").values():
-        if title in (*entry["driver_names"], entry["name"]):
-            return _card(entry)
-    return None
+    cards = facts.catalogue("gpus", Card).values()
+    return next((card for card in cards if title in (*card.driver_names, card.name)), None)
 
 
 def devices() -> list[str]:

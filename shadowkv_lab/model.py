@@ -1,12 +1,13 @@
 """What an MLA model's latent row, layers, heads and softmax scale are, and what a token costs."""
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile, OutOfRange, UnknownName
+from shadowkv_lab.files import read_json
+from shadowkv_lab.provenance import Source
 
 SCALE_GROUP = 128  # latent values that share one fp32 scale in a packed fp8_ds_mla row
 
@@ -107,27 +108,33 @@ def load_model(model: "str | Path | dict | Model") -> Model:
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
         return _from_file(path)
-    entry = facts.find("models", "model", str(model), "Or give the path of a config.json")
-    return from_config(entry["config"], entry["name"], entry["source"])
+    remedy = "Or give the path of a config.json"
+    return facts.find("models", "model", str(model), remedy, _Entry).model
 
 
 def known_models() -> list[str]:
     """Names of the models under data/models, without aliases."""
-    return sorted({entry["name"] for entry in facts.catalogue("models").values()})
+    return sorted({entry.name for entry in facts.catalogue("models", _Entry).values()})
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A file of data/models. Raises `BadFile` where its config is of no MLA model."""
+
+    name: str
+    source: Source
+    config: dict
+
+    def __post_init__(self):
+        self.model  # noqa: B018
+
+    @property
+    def model(self) -> Model:
+        return from_config(self.config, self.name, str(self.source))
 
 
 def _from_file(path: Path) -> Model:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise BadFile(
-            f"There is no file {path}", "a config.json of an MLA model, its folder, or a name"
-        ) from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise BadFile(f"{path} is not JSON ({error})", "a Hugging Face config.json") from None
-    if not isinstance(config, dict):
-        raise BadFile(f"{path} holds no JSON object", "a Hugging Face config.json")
-    return from_config(config, path.resolve().parent.name, str(path.name))
+    return from_config(read_json(path), path.resolve().parent.name, path.name)
 
 
 def from_config(config: dict, name: str, source: str) -> Model:

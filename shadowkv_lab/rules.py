@@ -11,7 +11,6 @@ question may be asked as of a day or for given versions; the default is the newe
 ['fa2-fp8-hopper']
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -20,8 +19,8 @@ from functools import cache
 from itertools import product
 from typing import NamedTuple
 
+from shadowkv_lab import facts
 from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
-from shadowkv_lab.facts import DATA
 
 KV_DTYPES = ("bf16", "fp8_e4m3", "packed_656")
 PAGE_SIZES = (1, 16, 32, 64, 128)  # tried by `runs_if`
@@ -95,7 +94,7 @@ class Verdict(NamedTuple):
 @cache
 def book() -> dict:
     """The rule file: `releases`, `backends` and `rules`."""
-    return json.loads((DATA / "rules" / "attention_backends.json").read_text())
+    return facts.find("rules", "rule book", "attention_backends")
 
 
 def backends() -> tuple[str, ...]:

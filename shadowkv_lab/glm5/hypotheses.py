@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pandas as pd
 
-from shadowkv_lab import machine
+from shadowkv_lab import facts, machine
 from shadowkv_lab.glm5.case import Server, published, server
 from shadowkv_lab.steps import fit
 from shadowkv_lab.steps.fit import Fit
@@ -168,7 +168,7 @@ def same_class() -> pd.DataFrame:
                 what="a BF16 pool, whole step, same class of machine",
                 step_ms=1000 * len(rates) / sum(rates),
                 tokens_per_s=sum(rates) / len(rates),
-                source=peer["source"],
+                source=str(facts.source(peer)),
             ),
         ]
     )

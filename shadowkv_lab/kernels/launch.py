@@ -6,12 +6,15 @@ A row is chosen by head count and load, and says what measurement stands behind 
 
 import json
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from shadowkv_lab import facts
+from shadowkv_lab.files import write
+from shadowkv_lab.provenance import Source
 
 SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
 FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
@@ -68,7 +71,7 @@ def own_architecture(device: torch.device) -> str:
 
 def architecture(device: torch.device) -> str:
     """The architecture whose table a device takes: its own or the nearest lower that has one."""
-    known = sorted(int(p.stem.split("_")[1]) for p in (facts.DATA / "launch").glob("sm_*.json"))
+    known = sorted(int(name.removeprefix("sm_")) for name in facts.catalogue("launch", Table))
     return f"sm_{max([k for k in known if k <= _sm(device)], default=known[0])}"
 
 
@@ -77,23 +80,31 @@ def _sm(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@dataclass(frozen=True)
+class Table:
+    """A file of data/launch."""
+
+    name: str
+    source: Source
+    rows: tuple[LaunchRow, ...]
+
+
 @cache
 def rows(arch: str) -> tuple[LaunchRow, ...]:
     """An architecture's table, by ascending head count."""
-    entry = json.loads(_file(arch).read_text())
-    return tuple(sorted((LaunchRow(**r) for r in entry["rows"]), key=lambda r: r.heads))
+    return tuple(sorted(facts.catalogue("launch", Table)[arch].rows, key=lambda r: r.heads))
 
 
 def save(arch: str, table: list[LaunchRow]) -> Path:
-    """Rewrite an architecture's table, one row a line."""
+    """Write an architecture's table, one row per line, where `facts.target` says."""
+    today = datetime.now(UTC).date().isoformat()
+    source = Source("shadowkv bench kernels --tune", date=today, read=today)
+    head = f'"name": "{arch}",\n "source": {json.dumps(asdict(source))}'
     lines = ",\n  ".join(json.dumps(asdict(row)) for row in table)
-    _file(arch).write_text(f'{{\n "name": "{arch}",\n "rows": [\n  {lines}\n ]\n}}\n')
+    text = f'{{\n {head},\n "rows": [\n  {lines}\n ]\n}}\n'
+    path = write(facts.target("launch", f"{arch}.json"), text)
     rows.cache_clear()
-    return _file(arch)
-
-
-def _file(arch: str) -> Path:
-    return facts.DATA / "launch" / f"{arch}.json"
+    return path
 
 
 @cache

@@ -154,7 +154,8 @@ def published(name: str) -> Lengths:
     """Lengths of a public trace by its quantiles in data/traffic; raises `UnknownName`."""
     entry = facts.find("traffic", "traffic", name)
     prompt, output = (tuple(map(tuple, entry[k])) for k in ("prompt_tokens", "output_tokens"))
-    return Lengths(prompt, output, entry["source"], entry["title"], entry["gaps_cv"])
+    said = str(facts.source(entry))
+    return Lengths(prompt, output, said, entry["title"], entry["gaps_cv"])
 
 
 def known_traffic() -> list[str]:

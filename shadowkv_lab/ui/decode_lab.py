@@ -34,7 +34,7 @@ def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
 
 def _stamps() -> tuple:
     """The files of recorded runs as they are now; what is remembered of others is stale."""
-    return tuple((path, path.stat().st_mtime_ns) for path in sorted(facts.RUNS.glob("*.jsonl")))
+    return facts.stamps("runs", "*.jsonl")
 
 
 @lru_cache(maxsize=16)
@@ -244,7 +244,7 @@ def make_app(
     largest = _largest_pool(shape, device)
     if pool_tokens is None:
         pool_tokens = 495_616 if not live or largest >= 495_616 else largest
-    files = sorted(p.name for p in (facts.DATA / "pools").glob("*.safetensors"))
+    files = [p.name for p in facts.files("pools", "*.safetensors")]
     names, own = list(dict.fromkeys([SYNTHETIC, *files, rows])), shape.heads_per_gpu(8)
     devices = {d: f"{d}: {machine.device_title(d)}" for d in machine.devices()}
     controls = {
@@ -296,7 +296,7 @@ def _rows(name: str, shape: Model, pool_tokens: int) -> dict:
         return {}
     from shadowkv_lab.sources import poolfile
 
-    shipped = facts.DATA / "pools" / name
+    shipped = facts.path("pools", name)
     fill = poolfile.filler(shipped if shipped.exists() else name, shape)
     return {"fill": fill, "source": fill.source(pool_tokens, shape.layers)}
 

@@ -1,6 +1,5 @@
 """Figures of the kernel benchmark: bandwidth against the floor, and ours against the peers."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -8,6 +7,7 @@ import plotly.graph_objects as go
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile
+from shadowkv_lab.files import read_json
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import style
 
@@ -26,19 +26,16 @@ OTHER = {"torch.compile": style.OTHERS[0], "torch index_select + to": style.OTHE
 def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
     """Rows of a `shadowkv bench kernels --record` file, the newest of data/runs if none is named,
     and where they come from. Raises `BadFile`."""
-    paths = [Path(path)] if path else sorted(facts.RUNS.glob("*kernels.json"))
+    paths = [Path(path)] if path else facts.files("runs", "*kernels.json")
     if not paths:
         raise BadFile(
             "No kernel benchmark is recorded",
             "data/runs/*kernels.json",
             "Record one on a GPU: shadowkv bench kernels --record FILE",
         )
-    try:
-        files = [json.loads(p.read_text()) for p in paths]
-    except (OSError, ValueError) as error:
-        raise BadFile(f"Cannot read {paths}: {error}", "a file of bench kernels") from None
+    files = [read_json(p) for p in paths]
     for p, file in zip(paths, files, strict=True):
-        if not isinstance(file, dict) or file.get("schema") != 1:
+        if file.get("schema") != 1:
             raise BadFile(f"{p.name} is no kernel benchmark of schema 1", remedy="Record it again")
     newest = max(files, key=lambda f: f["origin"]["date"])
     return pd.DataFrame(newest["rows"]), newest["origin"]
@@ -98,10 +95,11 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
     return fig.update_layout(barmode="group", scattermode="group")
 
 
-def limits(heads: int = 8, path: str | Path = facts.RUNS / "h200_ncu.json") -> str:
+def limits(heads: int = 8, path: str | Path | None = None) -> str:
     """What ncu found of the decode with so many heads, in a sentence. Raises `BadFile`."""
+    path = path or facts.path("runs", "h200_ncu.json")
     try:
-        entry = json.loads(Path(path).read_text())
+        entry = read_json(path)
         seen = {k["heads"]: k for k in entry["kernels"]}
         k = seen[min(seen, key=lambda n: abs(n - heads))]
         return (
@@ -112,7 +110,7 @@ def limits(heads: int = 8, path: str | Path = facts.RUNS / "h200_ncu.json") -> s
             f"thread and {k['shared_kb']:.0f} KB a block allow {k['warps_per_sm']} warps on a "
             "multiprocessor, too few to hide every load: the rest is waiting."
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadFile(f"{path} is no record of ncu's ({error!r})", "data/runs/*_ncu.json") from None
 
 

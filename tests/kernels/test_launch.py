@@ -59,7 +59,9 @@ def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeyp
     """With made-up times that know one best row a load, the table ends up with that row."""
     (tmp_path / "launch").mkdir()
     rows = [asdict(r) for r in launch.rows("sm_90") if r.heads == 8]
-    (tmp_path / "launch/sm_90.json").write_text(json.dumps({"name": "sm_90", "rows": rows}))
+    (tmp_path / "launch/sm_90.json").write_text(
+        json.dumps({"name": "sm_90", "source": {"title": "one GPU"}, "rows": rows})
+    )
     monkeypatch.setattr(facts, "DATA", tmp_path)
     # A GPU without a table of its own begins with the nearest lower one's, and leaves that alone.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
