@@ -88,6 +88,14 @@ def mover(name: str, device: torch.device) -> Callable:
     return getattr(_triton("append" if name == "append" else "widen", device), name)
 
 
+def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i] = bf16(fp8[slots[i]])`, by the kernel of the device that the rows lie on.
+
+    fp8 [S, row] e4m3, slots [n] int64, out [n or more, row] BF16.
+    """
+    mover("gather_cast", fp8.device)(fp8, slots, out)
+
+
 def require(module: str, device: torch.device) -> None:
     """Raise `CannotRun` with the remedy if a Triton kernel cannot run on a device."""
     if problem := triton_problem(device):
