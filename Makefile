@@ -63,7 +63,7 @@ lock: setup
 SGLANG ?= .venv-sglang
 
 test-sglang: $(SGLANG)/.installed
-	$(SGLANG)/bin/python -m pytest tests/sglang --ignore tests/sglang/test_rows.py -p no:cacheprovider
+	$(SGLANG)/bin/python -m pytest tests/sglang -p no:cacheprovider
 
 $(SGLANG)/.installed: pyproject.toml constraints.txt
 	test -x $(SGLANG)/bin/python || $(PY) -m venv $(SGLANG)

@@ -1,18 +1,42 @@
-"""shadowkv_lab: FP8 MLA KV caches, attention kernels that want 16 bits, and what to do about it."""
+"""shadowkv_lab: FP8 MLA KV caches, attention kernels that want 16 bits, and what to do about it.
+
+The front door: what a notebook or a script needs, imported when it is first asked for.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
 
-_APPS = {
-    "explorer": "shadowkv_lab.ui.decode_lab",
-    "budget_app": "shadowkv_lab.ui.budget",
-    "reproduction_app": "shadowkv_lab.ui.reproduce_lab",
+_PLACES = {
+    "model": ["Model", "load_model"],
+    "machine": ["Card", "card"],
+    "load": ["Load"],
+    "deployment": ["Deployment", "Setting", "deployment"],
+    "rules": ["can_run"],
+    "budget": ["budget"],
+    "strategies": ["STRATEGIES", "Moves", "Strategy", "parse"],
+    "strategies.check": ["check"],
+    "kernels": ["gather_cast"],
+    "kernels.reference": ["to_fp8"],
+    "steps.step": ["Step", "frame", "recorded"],
+    "steps.measure": ["measure_here"],
+    "steps.predict": ["predict"],
+    "provenance": ["Provenance", "Source"],
+    "errors": ["LabError", "OutOfRange"],
+    "ui.decode_lab": ["explorer"],
+    "ui.budget": ["budget_app"],
+    "ui.reproduce_lab": ["reproduction_app"],
 }
+_NAMES = {name: place for place, names in _PLACES.items() for name in names}
+
+__all__ = [*_NAMES]
 
 
 def __getattr__(name: str):
-    """The notebook applications, imported when they are first asked for."""
-    if name in _APPS:
-        import importlib
-
-        return getattr(importlib.import_module(_APPS[name]), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_NAMES])

@@ -6,26 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv_lab import kernels
-from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
+from shadowkv_lab.errors import LabError, OutOfRange, UnknownName, WrongResult
 from shadowkv_lab.kernels import reference
 from shadowkv_lab.model import load_model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import synthetic
-from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
+from shadowkv_lab.strategies import STRATEGIES, FullCast, Moves, parse, parse_list
+from shadowkv_lab.strategies.base import colour_of
+from shadowkv_lab.strategies.check import check, count_bytes, make_step
 from shadowkv_lab.strategies.step import DecodeStep
+from tests.own_strategy import hot_set
 
 P, L, R = 495_616, 8_192, 4
-
-# DESIGN section 3, written out: what each strategy keeps (B/token/layer) and moves (B/layer).
-BYTES = {
-    "full_cast": (576, 1728 * P, 1152 * L, 576 * R),
-    "vector_cast": (576, 1728 * P, 1152 * L, 576 * R),
-    "bf16_pool": (1152, 0, 1152 * L, 1152 * R),
-    "shadow": (1728, 0, 1152 * L, 1728 * R),
-    "gather_cast": (576, 1728 * L, 1152 * L, 576 * R),
-    "native_fp8": (576, 0, 576 * L, 576 * R),
-    "fused_fp8": (576, 0, 576 * L, 576 * R),
-}
 
 
 def runnable(name: str, device: torch.device) -> bool:
@@ -53,17 +45,77 @@ def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, token
     return DecodeStep(strategy, pool, pool.batch(concurrency, context), heads=8)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_bytes_of_every_strategy(name):
-    glm, strategy = load_model("glm-5"), parse(name)
-    kept, cast, attention, write = BYTES[name]
-    assert strategy.token_bytes(glm) == 78 * kept
-    assert tuple(strategy.moves(glm, P, L, R)) == (cast, attention, write)
-    assert tuple(strategy.step_moves(glm, P, L, R)) == (78 * cast, 78 * attention, 78 * write)
+VARIANTS = ["shadow(layers=1)", "shadow(layers=0)", "shadow(mirror=original)"]
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, *VARIANTS])
+def test_a_strategy_is_right_and_moves_the_bytes_that_it_says(name):
+    """Float64 at two page sizes, the byte meter, and a restored request: all by `check`."""
+    found = dict(check(parse(name)).found)
+    assert "e-03" in found["worst relative error against float64"]
+
+
+def test_the_byte_meter_counts_by_hand(tiny):
+    """2 layers, 513 slots, 120 live tokens, 3 new ones, rows of 576 values."""
+    for name, counted in (
+        ("full_cast", (2 * 1728 * 513, 2 * 1152 * 120, 2 * 576 * 3)),
+        ("shadow", (0, 2 * 1152 * 120, 2 * 1728 * 3)),
+        ("fused_fp8", (0, 2 * 576 * 120, 2 * 576 * 3)),
+    ):
+        assert tuple(count_bytes(make_step(parse(name), tiny))) == counted
+
+
+def test_a_users_own_strategy_has_its_place():
+    with hot_set() as HotSet:
+        assert parse("hot_set(rows=2048)") == HotSet(2048)
+        tag = HotSet(2048).tag
+        assert (tag.label, tag.title) == ("hot_set(rows=2048)", "hot set (rows=2048)")
+        assert tag.colour not in {kind().tag.colour for kind in list(STRATEGIES.values())[:-1]}
+        assert list(STRATEGIES)[-1] == "hot_set"
+        text = str(check(HotSet()))
+        assert "page size 64" in text
+        glm = load_model("glm-5")
+        assert HotSet(131_072).fixed_bytes(glm) == 78 * 131_072 * 1152
+        with hot_set() as again:  # the cell is run once more
+            assert parse("hot_set") == again()
+    with pytest.raises(UnknownName):
+        parse("hot_set")
+
+
+def test_a_wrong_strategy_of_ones_own_is_refused():
+    with hot_set() as HotSet:
+
+        class Forgetful(HotSet):
+            """Does not follow the batch to another last page."""
+
+            def advance(self, step, turn):
+                pass
+
+        with pytest.raises(WrongResult, match="off by"):
+            check(Forgetful())
+
+        class Boastful(HotSet):
+            """Says that its writes are free."""
+
+            def moves(self, model, P, L, R):
+                return Moves(0, model.row_bytes("bf16") * L, 0)
+
+        with pytest.raises(WrongResult, match=r"its write moves 10,368 bytes, and `moves` says 0"):
+            check(Boastful())
+        with pytest.raises(OutOfRange, match="hot set of 8 rows"):
+            check(HotSet(8))
+    with pytest.raises(OutOfRange, match="defined already, by Shadow"):
+
+        class Other(FullCast):
+            name = "shadow"
+
+
+def test_colours_do_not_run_out():
+    assert len({colour_of(i) for i in range(36)}) == 36
 
 
 def test_published_traffic():
-    """856.4 MB a layer and 66.8 GB a step in the case; 226.5 MB and 13.82 GB in sglang #35291."""
+    """The GLM-5 report: 856.4 MB per layer, 66.8 GB per step; sglang #35291: 226.5 MB, 13.82 GB."""
     glm, r1 = load_model("glm-5"), load_model("deepseek-r1")
     full = parse("full_cast")
     assert full.moves(glm, P, 1, 1).cast_bytes / 1e6 == pytest.approx(856.4, abs=0.05)
@@ -217,7 +269,7 @@ def test_a_captured_step_replays_on_changed_contents(tiny, name):
         pytest.skip(f"{name} cannot run on this GPU")
     step = step_of(tiny, name, device, context=500, tokens=4096)
     replay = timing.capture(step.step, device)
-    step.batch.advance(5)
+    step.advance(5)
     step.rows.normal_()
     step.q_nope.normal_()
     step.out.fill_(float("nan"))

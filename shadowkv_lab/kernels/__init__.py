@@ -46,7 +46,7 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
     if backend == "reference" or on_a_cpu:
         return reference.ReferenceAttention()
     if reads == "fused_fp8":
-        return _triton("decode", device).FusedAttention()
+        return _triton("decode", device).FusedDecode()
     flashinfer = importlib.import_module("shadowkv_lab.kernels.flashinfer")
     variant = backend.removeprefix("flashinfer_")
     return flashinfer.FlashInferAttention(variant, reads, device)
@@ -75,10 +75,18 @@ def check(
 
 
 def mover(name: str, device: torch.device) -> Callable:
-    """`cast`, `append` or `gather_cast` for a device: our Triton kernel, or torch without it."""
+    """`append`, `cast`, `gather_cast` or `refresh` for a device: our Triton kernel, or torch."""
     if triton_problem(device):
         return getattr(reference, name)
-    return getattr(_triton(name, device), name)
+    return getattr(_triton("append" if name == "append" else "widen", device), name)
+
+
+def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i] = bf16(fp8[slots[i]])`, by the kernel of the device that the rows lie on.
+
+    fp8 [S, row] e4m3, slots [n] int64, out [n or more, row] BF16.
+    """
+    mover("gather_cast", fp8.device)(fp8, slots, out)
 
 
 def require(module: str, device: torch.device) -> None:

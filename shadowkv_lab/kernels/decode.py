@@ -1,8 +1,11 @@
 """MLA decode that reads FP8 rows itself, for any number of heads: plan, split, combine.
 
 Two kernels do the reading, `decode_words` and `decode_pairs`; the launch table says which one a
-head count and load take. The reference is `reference.attend`; `FusedAttention` plans and launches.
+head count and load take. The reference is `reference.attend`; `FusedDecode` plans and launches.
 """
+
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from shadowkv_lab.load import Batch
 
 COMBINE_VALUES = 4096  # of a combine program: 32 a thread
 LOG2E = 1.4426950408889634
+LONG = 1 << 30  # live tokens for the launch table where a graph is captured before they are known
 
 
 @triton.jit
@@ -81,37 +85,81 @@ def split(lens: tuple[int, ...], block: int, target: int) -> list[tuple[int, int
     return [(b, i, min(i + size, n)) for b, n in enumerate(lens) for i in range(0, n, size)]
 
 
-class FusedAttention:
-    """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync."""
+class Listed(NamedTuple):
+    """The part of a `Batch` that a plan looks at: requests over slots or pages listed in order."""
+
+    lens: tuple[int, ...]
+    pages: torch.Tensor  # int32
+    page_size: int = 1
+
+
+class FusedDecode:
+    """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync.
+
+    `partials` holds one layer's partial results, by shape; decodes that never run at once may
+    share them.
+    """
 
     name = "lab_fused_fp8"
 
+    def __init__(self, partials: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None):
+        self.partials = {} if partials is None else partials
+        self.table = None
+
     def plan(
         self,
-        batch: Batch,
+        batch: Batch | Listed,
         heads: int,
         sm_scale: float,
         *,
         row: LaunchRow | None = None,
+        fixed: bool = False,
         **_: object,
     ) -> None:
-        """Choose launch parameters (the table's, or `row`), cut the work, allocate partials."""
-        device = batch.pages.device
+        """Choose launch parameters (the table's, or `row`), cut the work, allocate partials.
+
+        `fixed` makes grid and buffers depend on the number of requests alone: a captured graph
+        stays valid when the same object is planned again for as many requests of other lengths.
+        Work items to spare then repeat the first token of request 0, and nobody reads them.
+        """
+        device, lens = batch.pages.device, batch.lens
         self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
-        self.row = row or launch_row(device, heads, batch.concurrency, batch.live_tokens)
+        self.row = row or launch_row(device, heads, len(lens), LONG if fixed else sum(lens))
         self.tiles = triton.cdiv(heads, self.row.tile)
         programs = self.row.blocks_per_sm * multiprocessors(device)
-        items = split(batch.lens, self.row.block, max(1, programs // self.tiles))
-        counts = torch.bincount(torch.tensor([b for b, *_ in items]), minlength=len(batch.lens))
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-        self.splits = starts.int().to(device)
-        self.work = torch.tensor([(*item, 0) for item in items], dtype=torch.int32).to(device)
-        shape = len(items), heads, RANK.value
-        self.partial = torch.empty(shape, dtype=torch.float32, device=device)
-        self.stats = torch.empty(*shape[:2], 2, dtype=torch.float32, device=device)
+        most = max(len(lens), programs // self.tiles)
+        cut = split(lens, self.row.block, most)
+        counts = [0] * (len(lens) + 1)
+        for request, *_ in cut:
+            counts[request + 1] += 1
+        self.items = most if fixed else len(cut)
+        self._upload(
+            device,
+            [value for item in cut for value in (*item, 0)] + [0, 0, 1, 0] * (most - len(cut)),
+            [*accumulate(counts)],
+            [*accumulate((-(-n // batch.page_size) for n in lens), initial=0)],
+            keep=fixed,
+        )
+        if (shape := (self.items, heads)) not in self.partials:
+            self.partials[shape] = (
+                torch.empty(*shape, RANK.value, device=device),
+                torch.empty(*shape, 2, device=device),
+            )
+        self.partial, self.stats = self.partials[shape]
         # All of a request's items at once where they fit in registers: one round of loads.
-        self.rows = min(256, triton.next_power_of_2(int(counts.max())))
+        each = triton.cdiv(self.items, len(lens)) if fixed else max(counts)
+        self.rows = min(256, triton.next_power_of_2(each))
         self.columns = min(128, max(16, COMBINE_VALUES // self.rows))
+
+    def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
+        """Work items, splits and page offsets in one copy that does not block; `keep` its place."""
+        parts = [part + [0] * (-len(part) % 4) for part in parts]  # each begins at 16 bytes
+        table = torch.tensor([*chain(*parts)], dtype=torch.int32)
+        if not keep or self.table is None or self.table.shape != table.shape:
+            self.table = torch.empty_like(table, device=device)
+        self.work, self.splits, self.indptr = self.table.split([*map(len, parts)])
+        # Pinned memory of torch's own is not used again before the copy out of it is done.
+        self.table.copy_(table.pin_memory() if self.table.is_cuda else table, non_blocking=True)
 
     def run(
         self,
@@ -139,14 +187,14 @@ class FusedAttention:
         else:
             kernel, unit = words_kernel, torch.int32
             options = {"VECTOR": row.vector, "PIPE": row.pipe, "num_stages": 1}
-        kernel[(self.tiles, len(self.work))](
+        kernel[(self.tiles, self.items)](
             q_nope,
             q_pe,
             kv.view(unit),
             scales,
             self.partial,
             self.stats,
-            self.batch.indptr,
+            self.indptr,
             self.batch.pages,
             self.work,
             self.sm_scale * latent_scale * LOG2E,

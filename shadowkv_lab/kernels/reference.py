@@ -57,13 +57,29 @@ def cast(fp8: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def gather_cast(
-    fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, gathered: torch.Tensor | None = None
+    fp8: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    count: torch.Tensor | None = None,
+    gathered: torch.Tensor | None = None,
 ) -> None:
-    """`out[i] = bf16(fp8[slots[i]])`; `gathered` is optional FP8 scratch [L, D]."""
+    """`out[i] = bf16(fp8[slots[i]])`, for the first `count` slots if given.
+
+    `gathered` is optional FP8 scratch [L, D]; with `count` this syncs with the device.
+    """
+    slots = slots if count is None else slots[: int(count)]
     if gathered is None:
         gathered = torch.empty(len(slots), fp8.shape[1], dtype=FP8, device=fp8.device)
     torch.index_select(bits(fp8), 0, slots, out=bits(gathered))
-    out.copy_(gathered)
+    out[: len(slots)].copy_(gathered)
+
+
+def refresh(
+    fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, count: torch.Tensor | None = None
+) -> None:
+    """`out[slots[i]] = bf16(fp8[slots[i]])`, for the first `count` slots if given (syncs)."""
+    slots = (slots if count is None else slots[: int(count)]).long()
+    out[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
 
 
 def attend(

@@ -118,7 +118,7 @@ def _time(pool: Pool, layer_fn: Callable[[int], object]) -> timing.Timing:
 
 def _movers(pool: Pool) -> Iterator[list[tuple]]:
     """Groups (ours, peers ...) of the kernels that move rows."""
-    from shadowkv_lab.kernels import append, cast, gather_cast
+    from shadowkv_lab.kernels import append, widen
 
     model, device = pool.model, pool.device
     size, layers = model.row_bytes("fp8+bf16"), pool.layers
@@ -126,7 +126,7 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
     compiled = torch.compile(lambda source, target: target.copy_(source))
     for n in (n for n in CASTS if n <= len(pool.fp8[0])):
         out = scratch[:n]
-        candidates = {"cast": cast.cast, "torch copy_": reference.cast, "torch.compile": compiled}
+        candidates = {"cast": widen.cast, "torch copy_": reference.cast, "torch.compile": compiled}
         yield [
             (
                 name,
@@ -163,10 +163,12 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
         slots = pool.allocate(n)
         fp8 = torch.empty(n, model.row, dtype=reference.FP8, device=device)
         shape, moved = f"{n} live rows", layers * n * size
-        ours = _time(pool, lambda i, s=slots: gather_cast.gather_cast(pool.fp8[i], s, scratch))
+        ours = _time(pool, lambda i, s=slots: widen.gather_cast(pool.fp8[i], s, scratch))
         theirs = _time(
             pool,
-            lambda i, s=slots, f=fp8, n=n: reference.gather_cast(pool.fp8[i], s, scratch[:n], f),
+            lambda i, s=slots, f=fp8, n=n: reference.gather_cast(
+                pool.fp8[i], s, scratch[:n], gathered=f
+            ),
         )
         yield [
             ("gather_cast", ours, moved, None, shape),
@@ -177,13 +179,13 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
 
 def _decodes(pool: Pool, heads: int) -> Iterator[list[tuple]]:
     """Groups (fused_fp8, flashinfer ...) of decode attention at each shape that fits."""
-    from shadowkv_lab.kernels.decode import FusedAttention
+    from shadowkv_lab.kernels.decode import FusedDecode
 
     for requests, context in SHAPES:
         if requests * context > pool.pool_tokens:
             continue
         batch = pool.batch(requests, context)
-        peers: dict[str, Callable] = {"fused_fp8": FusedAttention}
+        peers: dict[str, Callable] = {"fused_fp8": FusedDecode}
         for reads, variant in itertools.product(("bf16", "native_fp8"), ("fa2", "fa3")):
             peers[f"flashinfer {reads} {variant}"] = lambda v=variant, r=reads: FlashInferAttention(
                 v, r, pool.device

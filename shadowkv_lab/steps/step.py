@@ -259,4 +259,5 @@ def recorded() -> list[Step]:
 
 @cache
 def _recorded(stamps: tuple) -> tuple[Step, ...]:
-    return tuple(step for path, _ in stamps for step in read(path))
+    found = facts.each((path for path, _ in stamps), read)
+    return tuple(step for _, steps in found for step in steps)

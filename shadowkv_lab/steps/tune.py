@@ -67,15 +67,13 @@ def _best(
     pool: Pool, row: LaunchRow, choices: list[LaunchRow], shapes: list[tuple[int, int]]
 ) -> LaunchRow:
     """The fastest of `choices`, saying what was measured; `row` if none gives right outputs."""
-    from shadowkv_lab.kernels.decode import FusedAttention
+    from shadowkv_lab.kernels.decode import FusedDecode
 
     means = dict.fromkeys(choices, 1.0)
     for requests, context in shapes:
         batch = pool.batch(requests, context)
         for choice in choices:
-            found, error = kernels.time_attention(
-                pool, FusedAttention(), batch, row.heads, row=choice
-            )
+            found, error = kernels.time_attention(pool, FusedDecode(), batch, row.heads, row=choice)
             right = error < kernels.CHECKED
             means[choice] *= found.median_ms ** (1 / len(shapes)) if right else float("inf")
         pool.release(batch)
@@ -134,11 +132,11 @@ def _runs(row: LaunchRow, model: Model, device: str) -> bool:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    from shadowkv_lab.kernels.decode import FusedAttention
+    from shadowkv_lab.kernels.decode import FusedDecode
 
     pool = kernels.make_pool(model, torch.device(device), 1024, ("fp8",))
     try:
-        kernels.time_attention(pool, FusedAttention(), pool.batch(2, 256), row.heads, row=row)
+        kernels.time_attention(pool, FusedDecode(), pool.batch(2, 256), row.heads, row=row)
     except (CompilationError, OutOfResources, PTXASError):  # too little shared memory, registers
         return False
     return True

@@ -17,7 +17,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shadowkv_lab.kernels import append, cast, decode, gather_cast, launch
+from shadowkv_lab.kernels import append, decode, launch, widen
 from shadowkv_lab.kernels import decode_pairs, decode_words
 
 arch = int(sys.argv[1])
@@ -34,15 +34,17 @@ def compiled(kernel, pointers, constants, warps, **options):
     return built.metadata.shared, "mma" in built.asm["ptx"]
 
 found = {}
-found["cast"] = compiled(cast.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
-                         dict(BLOCK=cast.BLOCK), 4)
+found["cast"] = compiled(widen.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
+                         dict(VALUES=widen.VALUES), 4)
 rows = dict(rows="*bf16", slots="*i64", fp8="*fp8e4nv", bf16="*bf16", counters="*i32")
 found["append"] = compiled(append.append_kernel, rows, dict(
     MAX=448.0, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True), 4)
-found["gather_cast"] = compiled(
-    gather_cast.gather_cast_kernel,
-    dict(source="*fp8e4nv", slots="*i64", target="*bf16", count="i32"),
-    dict(D=576, HEAD=512, TAIL=64, ROWS=gather_cast.ROWS), 4)
+uses = ("*i64", True, False), ("*i32", True, True), ("*i64", False, False)
+for slots, gather, on_device in uses:
+    found[f"widen {slots} {gather} {on_device}"] = compiled(
+        widen.rows_kernel,
+        dict(source="*fp8e4nv", slots=slots, target="*bf16", count="*i32" if on_device else "i32"),
+        dict(D=576, HEAD=512, TAIL=64, ROWS=widen.ROWS, GATHER=gather, DEVICE_COUNT=on_device), 4)
 pointers = dict(q_nope="*bf16", q_pe="*bf16", kv="*i32", partial="*fp32", stats="*fp32",
                 indptr="*i32", pages="*i32", work="*i32", sm_log2e="fp32")
 for row in launch.rows(f"sm_{arch}"):

@@ -49,7 +49,7 @@ def worst(out, wanted):
 def check(q_nope, q_pe, kv, batch, row=None, **scales):
     """The kernel's own error in float32, and that its BF16 output adds no more than rounding."""
     wanted = exact(q_nope, q_pe, kv, batch, **scales)
-    kernel = decode.FusedAttention()
+    kernel = decode.FusedDecode()
     kernel.plan(batch, q_nope.shape[1], SCALE, row=row)
     out = torch.full(q_nope.shape, float("nan"), device=q_nope.device)
     kernel.run(q_nope, q_pe, kv, out, **scales)
@@ -135,7 +135,45 @@ def test_more_programs_than_blocks(device):
     """Every block its own item, and requests with one item beside requests with many."""
     row = launch.LaunchRow(8, "many", 8, 16, 4, 4, True, 4096, "test")
     kernel = check(*random_case([1, 200, 16, 17], 8, device, seed=8), row=row)
-    assert len(kernel.work) == 1 + 13 + 1 + 2
+    assert kernel.items == 1 + 13 + 1 + 2
+
+
+@pytest.mark.parametrize("lens", [(1,), (40,), (5, 1, 40), (17, 16, 15, 1, 2)])
+def test_a_fixed_grid_is_right_for_lengths_planned_later(device, lens):
+    """Two objects share partial results, and one of them is planned anew for other lengths."""
+    partials = {}
+    kernel, other = decode.FusedDecode(partials), decode.FusedDecode(partials)
+    q_nope, q_pe, kv, batch = random_case(list(lens), 8, device, seed=11)
+    first = decode.Listed((33,) * len(lens), torch.zeros(200, dtype=torch.int32, device=device))
+    kernel.plan(first, 8, SCALE, fixed=True)
+    grid, table = kernel.items, kernel.table.data_ptr()
+    other.plan(batch, 8, SCALE, fixed=True)
+    kernel.plan(batch, 8, SCALE, fixed=True)
+    assert (kernel.items, kernel.table.data_ptr()) == (grid, table)
+    assert kernel.partial is other.partial
+    out = torch.full(q_nope.shape, float("nan"), device=device)
+    kernel.run(q_nope, q_pe, kv, out)
+    assert worst(out, exact(q_nope, q_pe, kv, batch)) < 6e-4
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_other_lengths():
+    q_nope, q_pe, kv, batch = random_case([1] * 4, 8, "cuda", seed=12)
+    pages = torch.zeros(60_000, dtype=torch.int32, device="cuda")
+    kv = to_fp8(torch.randn(60_000, 576)).cuda()
+    kernel, out = decode.FusedDecode(), torch.empty_like(q_nope)
+    kernel.plan(decode.Listed((1,) * 4, pages), 8, SCALE, fixed=True)
+    kernel.run(q_nope, q_pe, kv, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.run(q_nope, q_pe, kv, out)
+    for lens in ([1, 1, 1, 1], [1, 9000, 33, 64], [20_000, 1, 700, 15_000]):
+        batch, slots = batch_of(lens, "cuda")
+        assert slots <= len(kv)
+        pages[: sum(lens)] = batch.pages
+        kernel.plan(decode.Listed(tuple(lens), pages), 8, SCALE, fixed=True)
+        graph.replay()
+        assert worst(out, exact(q_nope, q_pe, kv, batch)) < 6e-3
 
 
 SPLITS = [((1,), 32, 100), ((1000, 3, 64), 32, 8), ((8192,) * 32, 64, 264), ((5,) * 50, 16, 4)]

@@ -1,11 +1,11 @@
-"""cast, append and gather_cast against torch: interpreted on a CPU, and on a GPU bit for bit."""
+"""cast, gather_cast, refresh and append against torch: interpreted on a CPU; bit for bit."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab.kernels import append, cast, gather_cast, reference
+from shadowkv_lab.kernels import append, reference, widen
 from shadowkv_lab.kernels.reference import FP8, bits
 
 
@@ -23,7 +23,7 @@ def test_cast_is_exact(device, rows):
         some_fp8(rows, device),
         torch.full((rows, 576), float("nan"), device=device).bfloat16(),
     )
-    cast.cast(fp8, out)
+    widen.cast(fp8, out)
     assert torch.equal(out.view(torch.int16), fp8.bfloat16().view(torch.int16))
 
 
@@ -32,9 +32,59 @@ def test_gather_cast_takes_the_rows_named(device, count):
     fp8 = some_fp8(200, device)
     slots = torch.randperm(200, generator=torch.Generator().manual_seed(1))[:count].to(device)
     out = torch.full((count + 3, 576), float("nan"), device=device).bfloat16()
-    gather_cast.gather_cast(fp8, slots, out)
+    widen.gather_cast(fp8, slots, out)
     assert torch.equal(out[:count], fp8.bfloat16()[slots]), "the rows named, in their order"
     assert out[count:].isnan().all(), "and nothing past them"
+
+
+@pytest.mark.parametrize("name", ["gather_cast", "refresh"])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("count", [None, 0, 1, 9])
+def test_rows_by_slot_equal_the_torch_specification(device, name, kind, count):
+    """Slots of both sizes, slots that come twice, a number of them that the device alone knows."""
+    fp8 = some_fp8(40, device)
+    slots = torch.tensor([3, 0, 39, 3, 0, 17, 8, 21, 38, 4, 5], dtype=kind, device=device)
+    total = None if count is None else torch.tensor([count], dtype=torch.int32, device=device)
+    ours, theirs = (torch.full((40, 576), 7.0, device=device).bfloat16() for _ in range(2))
+    getattr(widen, name)(fp8, slots, ours, total)
+    getattr(reference, name)(fp8, slots, theirs, total)
+    assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+@pytest.mark.parametrize("width", [48, 512, 576, 1040])
+def test_rows_of_any_width_leave_their_neighbours_alone(device, width):
+    codes = torch.arange(6 * width, dtype=torch.int32).remainder(0x77).byte()
+    fp8 = codes.view(6, width).to(device).view(FP8)
+    out = torch.full((4, width), 7.0, device=device).bfloat16()
+    widen.gather_cast(fp8, torch.tensor([5, 0], device=device), out)
+    assert torch.equal(out[:2], fp8.bfloat16()[[5, 0]]) and (out[2:] == 7).all()
+
+
+@pytest.mark.gpu
+def test_every_byte_widens_as_torch_widens_it():
+    """The interpreter knows no e4m3 NaN."""
+    fp8 = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(3, 3)[:, :576].contiguous()
+    fp8, out = fp8.view(FP8), torch.zeros(3, 576, device="cuda").bfloat16()
+    widen.refresh(fp8, torch.arange(3, device="cuda"), out)
+    assert torch.equal(out.nan_to_num(nan=1e9), fp8.bfloat16().nan_to_num(nan=1e9))
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_any_number_of_slots():
+    fp8, out = some_fp8(4096, "cuda"), torch.zeros(4096, 576, device="cuda").bfloat16()
+    slots = torch.randperm(4096, device="cuda").int()
+    count = torch.ones(1, dtype=torch.int32, device="cuda")
+    widen.gather_cast(fp8, slots, out, count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        widen.gather_cast(fp8, slots, out, count)
+    for total in (0, 1, 1000, 4096):
+        out.zero_()
+        slots.copy_(torch.randperm(4096, device="cuda"))
+        count.fill_(total)
+        graph.replay()
+        assert torch.equal(out[:total], fp8.bfloat16()[slots[:total].long()])
+        assert not out[total:].any()
 
 
 def buffers(device, rows=40):
@@ -99,8 +149,8 @@ def test_offsets_past_two_to_the_31():
     wanted = reference.to_fp8(rows)
     assert torch.equal(bits(fp8[-4:]), bits(wanted))
     out = torch.empty(4, 576, device="cuda").bfloat16()
-    gather_cast.gather_cast(fp8, slots, out)
+    widen.gather_cast(fp8, slots, out)
     assert torch.equal(out, wanted.bfloat16())
     whole = torch.empty(count, 576, device="cuda").bfloat16()
-    cast.cast(fp8, whole)
+    widen.cast(fp8, whole)
     assert torch.equal(whole[-4:], wanted.bfloat16())

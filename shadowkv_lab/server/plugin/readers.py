@@ -7,9 +7,10 @@ shapes and no host sync. SGLang's own buffers and `get_key_buffer` stay as they 
 import torch
 
 from shadowkv_lab.errors import WrongResult
+from shadowkv_lab.kernels import mover
 from shadowkv_lab.kernels.reference import FP8
 from shadowkv_lab.pool import CHECK_ROWS
-from shadowkv_lab.server.plugin import Settings, rows
+from shadowkv_lab.server.plugin import Settings
 
 
 class PoolView:
@@ -27,7 +28,7 @@ class PoolView:
 
 
 class Reader:
-    """A strategy on one pool; this one reads as SGLang does. `row` [S, 576] views are uint8."""
+    """A strategy on one pool; this one reads as SGLang does."""
 
     decodes = False  # whether it replaces the backend's decode attention as well
 
@@ -41,8 +42,8 @@ class Reader:
         return range(self.pool.start_layer, self.pool.start_layer + self.pool.layer_num)
 
     def stored(self, layer: int) -> torch.Tensor:
-        """A layer's rows [S, 576] as uint8."""
-        return self.pool.kv_buffer[layer - self.pool.start_layer].flatten(1)
+        """A layer's rows [S, 576], e4m3."""
+        return self.pool.kv_buffer[layer - self.pool.start_layer].flatten(1).view(FP8)
 
     def read(self, layer: int, decoding: bool) -> torch.Tensor:
         """The rows that attention of a layer reads, [S, 1, 576]."""
@@ -74,7 +75,7 @@ class Shadow(Reader):
         for layer in filter(chosen.covers, self.layers):
             stored = self.stored(layer)
             copy = torch.empty(stored.shape, dtype=torch.bfloat16, device=stored.device)
-            rows.widen_all(stored, copy)
+            mover("cast", stored.device)(stored, copy)
             self.mirror[layer] = copy
 
     def read(self, layer, decoding):
@@ -84,7 +85,8 @@ class Shadow(Reader):
 
     def wrote(self, layer, slots):
         if layer in self.mirror:
-            rows.widen(self.stored(layer), slots.reshape(-1).contiguous(), self.mirror[layer])
+            refresh = mover("refresh", slots.device)
+            refresh(self.stored(layer), slots.reshape(-1).contiguous(), self.mirror[layer])
 
     def wrote_all(self, slots):
         for layer in self.mirror:
@@ -95,7 +97,7 @@ class Shadow(Reader):
             stored = self.stored(layer)
             for start in range(0, len(stored), CHECK_ROWS):
                 part = slice(start, start + CHECK_ROWS)
-                wanted, found = stored[part].view(FP8).to(torch.bfloat16), copy[part]
+                wanted, found = stored[part].to(torch.bfloat16), copy[part]
                 # As bits, so that -0 differs from 0; which NaN a NaN became does not matter.
                 off = wanted.view(torch.int16) != found.view(torch.int16)
                 off &= ~(wanted.isnan() & found.isnan())
@@ -118,7 +120,7 @@ class VectorCast(Reader):
 
     def read(self, layer, decoding):
         self.pool.get_key_buffer(layer)  # waits for the layer where a host cache is loading it
-        rows.widen_all(self.stored(layer), self.scratch)
+        mover("cast", self.scratch.device)(self.stored(layer), self.scratch)
         return self.scratch.unsqueeze(1)
 
 
@@ -151,7 +153,8 @@ class GatherCast(VectorCast):
         if not decoding:
             return super().read(layer, decoding)
         self.pool.get_key_buffer(layer)
-        rows.widen(self.stored(layer), self.slots, self.scratch, self.count, gather=True)
+        gather_cast = mover("gather_cast", self.scratch.device)
+        gather_cast(self.stored(layer), self.slots, self.scratch, self.count)
         return self.scratch.unsqueeze(1)
 
 
@@ -165,17 +168,15 @@ class FusedFP8(VectorCast):
         self.partials = {}  # one layer's partial results, shared by all graphs
 
     def plan(self, wrapper, backend, lens, total):
-        from shadowkv_lab.server.plugin.decode import GraphDecode
+        from shadowkv_lab.kernels.decode import FusedDecode, Listed
 
         if not lens:
             return
-        planned, pages = getattr(wrapper, "_shadowkv", None), wrapper._kv_indices_buf
-        if planned is None or planned.requests != len(lens):
-            planner = backend.indices_updater_decode
-            shape = len(lens), planner.num_local_heads
-            planned = GraphDecode(*shape, planner.scaling, pages, self.partials)
-            wrapper._shadowkv = planned
-        planned.update(lens, pages)
+        planned, planner = getattr(wrapper, "_shadowkv", None), backend.indices_updater_decode
+        if planned is None or len(planned.batch.lens) != len(lens):
+            planned = wrapper._shadowkv = FusedDecode(self.partials)
+        batch = Listed(tuple(lens), wrapper._kv_indices_buf)
+        planned.plan(batch, planner.num_local_heads, planner.scaling, fixed=True)
 
     def decode(
         self, backend, q, k, v, layer, forward_batch, save_kv_cache=True, q_rope=None, k_rope=None
@@ -200,7 +201,7 @@ class FusedFP8(VectorCast):
         if not len(out):
             return out.view(-1, heads * rank)
         planned = backend.forward_metadata.decode_wrapper._shadowkv
-        planned.run(q_nope, q_rope, self.stored(layer.layer_id).view(FP8), out)
+        planned.run(q_nope, q_rope, self.stored(layer.layer_id), out)
         return out.view(-1, heads * rank)
 
 
