@@ -193,7 +193,7 @@ def _source(phase: str, kernels: list[str], card: "Card | str", heads: int, fitt
     if not here:
         here = [k for k in candidates if k[2] in known] if name in known else []
     if name in known:  # what flashinfer's "auto" takes: fa3 exists on SM90 only
-        other = "fa2" if machine.card(name).compute_capability[0] == 9 else "fa3"
+        other = "fa2" if machine.card(name).compute_capability == (9, 0) else "fa3"
         here = [k for k in here if other not in k[1]] or here
     if not here:
         devices = {k[2] for k in fitted.curves}
