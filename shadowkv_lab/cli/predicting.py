@@ -150,9 +150,10 @@ def budget(
         scratch_gib="scratch GiB",
         left_gib="left GiB",
         fits="fits",
-        reason="why not, or not tried",
     )
     show(table.fillna("").to_dict("records"), columns, str(plan.deployment))
+    for reason, rows in table[table.reason != ""].groupby("reason", sort=False):
+        console.print(f"{', '.join(rows.strategy)}: {reason}")
 
 
 @app.command()
