@@ -44,6 +44,8 @@ BITS = {
     "mxfp4": (4.25, 16.0),
     "int4": (4.5, 16.0),
 }
+# What changes the slots that a pool of the same server has.
+POOLED = {"kv_gib", "layout", "index_layers", "mtp", "pipeline_parallel", "memory_fraction"}
 SGLANG_RULE = Source(
     "SGLang's server_args, how --mem-fraction-static is chosen where it is not given",
     "https://github.com/sgl-project/sglang/pull/10975",
@@ -418,7 +420,10 @@ def published_deployment(
             f"{entry['free_before_gib']} GiB free before loading; {entry['free_before_note']}"
         )
     changes = {name: value for name, value in changes.items() if value is not None}
-    words = {n: p for n, p in words.items() if n not in changes}
+    same = {name for name, value in changes.items() if seen.get(name) == value}
+    words = {name: word for name, word in words.items() if name in same or name not in changes}
+    if (changes.keys() - same) & POOLED:
+        seen.pop("pool_tokens", None)  # the publication's slots are of another pool than this
     made = deployment(entry["model"], chosen, given=words, **{**seen, **changes})
     checkpoint = replace(made.checkpoint, name=entry.get("checkpoint", made.checkpoint.name))
     return replace(made, checkpoint=checkpoint)
