@@ -14,7 +14,7 @@ from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer,
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
-from shadowkv_lab.files import ready, replacing
+from shadowkv_lab.files import ready, write
 from shadowkv_lab.ui import notebooks
 from shadowkv_lab.ui.display import PLOTLY
 
@@ -132,9 +132,7 @@ def export(source: str | Path, target: str | Path | None = None) -> Path:
             f"Run it first: shadowkv run-notebook {source}",
         )
     target = ready(target or OUT / f"{source.stem}.html")
-    with replacing(target) as file:
-        file.write(page(notebook, source).encode())
-    return target
+    return write(target, page(notebook, source))
 
 
 def page(notebook: nbformat.NotebookNode, source: Path) -> str:

@@ -9,7 +9,7 @@ import nbformat
 from nbclient import NotebookClient
 
 from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
-from shadowkv_lab.files import ready, replacing
+from shadowkv_lab.files import ready, write
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
@@ -62,9 +62,7 @@ def execute(
             f"{source.name} did not run: {_plain(error)}",
             remedy="Run its cells one by one in JupyterLab to see where",
         ) from error
-    with replacing(target) as file:
-        file.write(f"{nbformat.writes(stripped(notebook)).rstrip()}\n".encode())
-    return target
+    return write(target, nbformat.writes(stripped(notebook)).rstrip() + "\n")
 
 
 def _plain(error: Exception) -> str:
