@@ -40,12 +40,21 @@ class Card:
     source: Source
     driver_names: tuple[str, ...] = ()
     architecture: str = ""
+    fp32_tflops: float | None = None
     measured_copy_gb_per_s: float | None = None
     measured_read_gb_per_s: float | None = None
 
     @property
     def memory_gib(self) -> float:
         return self.memory_mib / 1024
+
+    @property
+    def issue_rate(self) -> float:
+        """SMs x clock, as the datasheet's FP32 TFLOP/s give it; SMs at an H200's clock without.
+
+        What a kernel that is bound by its instructions scales with.
+        """
+        return self.fp32_tflops or self.sms * 67 / 132
 
     @property
     def sm(self) -> str:
