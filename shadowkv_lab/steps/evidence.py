@@ -29,6 +29,7 @@ LAUNCH_MS = 0.011  # of one layer's attention; fitted to the published tables, s
 REACH = 0.88  # share of the datasheet's bandwidth that plain reads reach; fitted likewise
 WITH_WRITE = {"flash_attention", "trtllm_mla", "triton", "trtllm_default"}  # the published ones
 REQUESTS, SIZES = 2.0 ** np.arange(11), 2.0 ** np.arange(7, 21)  # of a table as a formula
+HOST_BOUND = 1.2  # an eager step this much longer than its replay waits for the host
 EDGE = 1.001  # a size this close to a table's range is inside it
 
 
@@ -93,6 +94,12 @@ class Table:
         return float(np.exp((1 - x) * ((1 - y) * a + y * b) + x * ((1 - y) * c + y * d)))
 
     def __call__(self, requests: float, size: float) -> Found:
+        """ms of one layer. Casts and writes, whose time is a line over bytes, go straight from
+        point to point."""
+        if self.key.phase != "attention" and len(self) > 1 and len(self.rows) == 1:
+            sizes, ms = self.rows[1]
+            if sizes[0] <= size <= sizes[-1]:
+                return Found(float(np.interp(size, sizes, ms)), "inside")
         along = _across(self.rows, requests, size, self.base)
         across = _across(self.columns, size, requests, lambda n, R: self.base(R, n))
         if along.place == across.place == "inside":
@@ -140,17 +147,16 @@ def _along(line: tuple[np.ndarray, np.ndarray], at: float, along: float, base) -
 
 
 def table_of(key: Key, points: Sequence[Point]) -> Table:
-    """The table of one key's points; of a cell's points the newest day's median counts."""
+    """The table of one key's points; of a cell's points the newest counts, of equally new ones
+    their median."""
     exact = [p for p in points if p.exact] or points
     cells: dict[tuple, list[Point]] = defaultdict(list)
     for p in exact:
         cells[(p.requests, p.size)].append(p)
-    times = {}
-    for cell, found in cells.items():
-        newest = max(p.date[:10] for p in found)
-        times[cell] = median(p.ms for p in found if p.date[:10] == newest)
     rows, columns = defaultdict(list), defaultdict(list)
-    for (R, size), ms in sorted(times.items()):
+    for (R, size), found in sorted(cells.items()):
+        newest = max(p.date for p in found)
+        ms = median(p.ms for p in found if p.date == newest)
         rows[R].append((size, ms))
         columns[size].append((R, ms))
     per_size = exact[0].bytes / (exact[0].requests * exact[0].size)
@@ -203,16 +209,18 @@ def reads_of(kernel: str) -> str:
     return "native_fp8" if kernel.endswith("_fp8") else "bf16"
 
 
-def of_steps(measured: Iterable[Step], mode: str = "graph") -> list[Point]:
-    """The points of steps in one launch mode. Phases of mixed layers bear on no one kernel.
+def of_steps(measured: Iterable[Step]) -> list[Point]:
+    """The points of steps: phases of graph replays, and the host's time of eager launches.
 
-    Phases are timed one by one, and the whole step as well: what it takes beyond them, the gaps
-    between launches, counts with the attention.
+    Phases of mixed layers bear on no one kernel. Phases are timed one by one, and the whole step
+    as well: what it takes beyond them, the gaps between launches, counts with the attention. The
+    phases of an eager step overlap with the host's work, and say nothing.
     """
-    found = []
+    found, replayed, measured = [], {}, list(measured)
     for s in measured:
-        if s.mode != mode:
+        if s.mode != "graph":
             continue
+        replayed[(s.strategy.label, s.setting, s.card)] = s.ms
         layers, R = s.setting.model.layers, s.setting.load.new_tokens
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
@@ -228,7 +236,7 @@ def of_steps(measured: Iterable[Step], mode: str = "graph") -> list[Point]:
                 s.setting.heads if attention else 0,
                 s.setting.page_size if attention else 0,
                 # Scratch of the live rows alone is read row by row.
-                attention and 0 < s["cast"].bytes <= 3 * p.bytes if cast_ms else False,
+                bool(attention and cast_ms and s["cast"].bytes <= 3 * p.bytes),
             )
             ms = p.ms + (gaps_ms if attention else 0.0)
             found.append(
@@ -240,9 +248,16 @@ def of_steps(measured: Iterable[Step], mode: str = "graph") -> list[Point]:
                     ms / layers,
                     Kind.RECORDED,
                     s.origin.date,
-                    exact=p.name == "cast" or cast_ms < ms,
+                    exact=p.name == "cast" or cast_ms < 3 * ms,
                 )
             )
+    for s in measured:
+        on_a_gpu = replayed.get((s.strategy.label, s.setting, s.card))
+        if s.mode == "eager" and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
+            key, load = Key("host", s.strategy.label, "", s.card, 0), s.setting.load
+            ms, each = s.ms / s.setting.model.layers, load.live_tokens / load.new_tokens
+            point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)
+            found.append(point)
     return found
 
 
@@ -304,10 +319,10 @@ def _published(stamps: tuple) -> list[Point]:
     return published()
 
 
-def shipped(mode: str = "graph") -> list[Point]:
-    """All evidence of data/: recorded steps and benches, then published tables."""
-    found = of_steps(steps.recorded(), mode)
-    if mode == "graph":
-        for path in facts.files("runs", "*_kernels.json"):
-            found += of_bench(path)
+def shipped() -> list[Point]:
+    """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables."""
+    found = of_steps(steps.recorded())
+    seen = {(p.key, p.requests, p.size) for p in found if p.exact}
+    for path in facts.files("runs", "*_kernels.json"):
+        found += (p for p in of_bench(path) if (p.key, p.requests, p.size) not in seen)
     return found + _published(facts.stamps("published/tables", "*.csv"))

@@ -129,6 +129,19 @@ class Fit:
         how = f"{words.format(lender.kernel)}{lender.kernel} on {lender.card}, {_scaled(lender)}"
         return Answer(max(ms, floor), kernel, basis, assumed(how))
 
+    def host(self, label: str, card: str, requests: float, context: float) -> Answer:
+        """What the host takes to launch one layer of a strategy eagerly."""
+        known = self.of("host")
+        if not known:
+            raise self._nothing("the host's time of eager launches", card)
+        key = min(known, key=lambda k: (k.kernel != label, k.card != card, k))
+        words = [f"recorded on {key.card}'s host"]
+        if key.kernel != label:
+            words.append(f"as {key.kernel} is launched")
+        kind = calibrated if (key.kernel, key.card) == (label, card) else assumed
+        ms = self.tables[key](requests, context).ms
+        return Answer(ms, key.kernel, "another kernel", kind(", ".join(words)))
+
     # Which kernel, and from which head counts.
 
     def _kernel(self, here: list[Key], card: str, heads: int, backend: str | None) -> str | None:
@@ -203,16 +216,19 @@ class Fit:
         if backend:
             known = [k for k in known if k.kernel == backend]
         known = [k for k in known if lends(k, card)] or known
+        passes = -(-heads // 16) if reads == "bf16" and _generation(card) == 12 else 1
+        moved = asked[0] * asked[1] * row_bytes
+        floor = LAUNCH_MS + passes * moved / (target.bandwidth_gb_per_s * REACH) / 1e6
         if not known:
-            raise self._nothing(f"attention that reads {reads}", card)
+            how = (
+                f"no time of a kernel that reads {reads}, so its bytes at {REACH:.0%} of bandwidth"
+            )
+            return Answer(floor, reads, "another kernel", assumed(how))
         nearest = min(known, key=lambda k: (_apart(k.card, card), _rank(k), k.kernel))
         keys = [k for k in known if (k.card, k.kernel) == (nearest.card, nearest.kernel)]
         keys = _of_rows(keys, page_size, False)
         there = self._rising(keys, heads, asked)
         ms = _lend(nearest, there, LAUNCH_MS, card)
-        passes = -(-heads // 16) if reads == "bf16" and _generation(card) == 12 else 1
-        moved = asked[0] * asked[1] * row_bytes
-        floor = LAUNCH_MS + passes * moved / (target.bandwidth_gb_per_s * REACH) / 1e6
         sibling = _apart(nearest.card, card) == 0
         basis = "lent by its generation" if sibling else "lent by another generation"
         how = f"{nearest.kernel} on {nearest.card}, {_scaled(nearest)}"
@@ -330,17 +346,17 @@ def fit_points(points: Iterable[Point], ranges: dict | None = None) -> Fit:
     return Fit({key: table_of(key, found) for key, found in groups.items()}, ranges or {})
 
 
-def fit(measured: Sequence[Step] | None = None, mode: str = "graph") -> Fit:
+def fit(measured: Sequence[Step] | None = None) -> Fit:
     """The fit of recorded steps beside the published tables; of all that is shipped without."""
     if measured is None:
         stamps = [facts.stamps("runs", pattern) for pattern in ("*.jsonl", "*_kernels.json")]
-        return _shipped(mode, *stamps, facts.stamps("published/tables", "*.csv"))
-    return fit_points([*evidence.of_steps(measured, mode), *evidence.published()], ranges())
+        return _shipped(*stamps, facts.stamps("published/tables", "*.csv"))
+    return fit_points([*evidence.of_steps(measured), *evidence.published()], ranges())
 
 
 @cache
-def _shipped(mode: str, *stamps: tuple) -> Fit:
-    return fit_points(evidence.shipped(mode), ranges())
+def _shipped(*stamps: tuple) -> Fit:
+    return fit_points(evidence.shipped(), ranges())
 
 
 def ranges() -> dict[str, tuple[float, float]]:

@@ -27,12 +27,15 @@ def predict_at(
     card: "Card | str",
     *,
     backend: str | None = None,
+    mode: str = "graph",
     fitted: Fit | None = None,
 ) -> Step:
     """The step of a strategy at a setting of one GPU.
 
     `card` is a card of data/gpus or a device title that steps were recorded on; `backend` names a
-    recorded attention kernel. Raises `OutOfRange`, `DoesNotFit`, `NoAnswer`.
+    recorded or published attention kernel. `mode` "eager" is a step without a CUDA graph: the
+    longer of its replay and of the host's launches, whose excess is a phase "host". Raises
+    `OutOfRange`, `DoesNotFit`, `NoAnswer`, `UnknownName`.
     """
     strategy, fitted = parse(strategy), fitted or fit()
     model, load, P = setting.model, setting.load, setting.pool_tokens
@@ -41,6 +44,10 @@ def predict_at(
     found = [_phase(name, layers, setting, card, fitted, backend) for name in PHASES]
     if found[1].curve in WITH_WRITE:
         found[2] = _beyond_a_plain_write(found[2], strategy, setting, card, fitted)
+    if mode == "eager":
+        host = fitted.host(strategy.label, _name(card), load.concurrency, load.context)
+        excess = max(0.0, model.layers * host.ms - sum(p.ms for p in found))
+        found.append(Phase("host", excess, 0, None, host.provenance, excess, excess))
     phases = tuple(found)
     return Step(
         strategy.tag,
@@ -51,6 +58,7 @@ def predict_at(
         kept_bytes=strategy.token_bytes(model) * (P + setting.page_size)
         + strategy.fixed_bytes(model),
         scratch_bytes=strategy.scratch_bytes(model, P, int(load.live_tokens)),
+        mode=mode,
         backend=phases[1].curve or "",
     )
 

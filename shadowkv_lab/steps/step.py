@@ -228,6 +228,11 @@ def latest(steps: Iterable[Step]) -> list[Step]:
     return list(cells.values())
 
 
+def replays(steps: Iterable[Step]) -> list[Step]:
+    """The newest CUDA-graph replay of each cell."""
+    return [s for s in latest(steps) if s.mode == "graph"]
+
+
 def append(path: str | Path, step: Step) -> None:
     """Add a measured step to a record file and push it to the disk, so that a crash keeps it."""
     files.append_line(path, to_dict(step))
