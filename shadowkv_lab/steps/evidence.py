@@ -96,6 +96,12 @@ class Table:
     def __call__(self, requests: float, size: float) -> Found:
         """ms of one layer. Casts and writes, whose time is a line over bytes, go straight from
         point to point."""
+        if self.key.phase in ("cast", "write") and len(self) > 1:
+            sizes, ms = self.rows[1]
+            if sizes[0] <= size <= sizes[-1]:
+                return Found(float(np.interp(size, sizes, ms)), "inside")
+        """ms of one layer. Casts and writes, whose time is a line over bytes, go straight from
+        point to point."""
         if self.key.phase != "attention" and len(self) > 1 and len(self.rows) == 1:
             sizes, ms = self.rows[1]
             if sizes[0] <= size <= sizes[-1]:
@@ -248,7 +254,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                     ms / layers,
                     Kind.RECORDED,
                     s.origin.date,
-                    exact=p.name == "cast" or cast_ms < 3 * ms,
+                    exact=p.name == "cast" or not cast_ms or key.gathered,
                 )
             )
     for s in measured:

@@ -77,18 +77,20 @@ def test_the_cost_of_context_on_the_reports_class_of_card(requests, context, sho
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_the_newest_recorded_row_of_every_point_comes_back(mode):
-    """A pool size makes another point of a strategy that casts it, and of no other."""
+    """A point is an attention kernel's load; for a cast of the pool the pool belongs to it."""
     newest = {}
     for s in sorted(latest(recorded()), key=lambda s: s.origin.date):
-        at_pool = s.setting.pool_tokens if s.strategy.name in ("full_cast", "vector_cast") else 0
+        casts = s.strategy.name in ("full_cast", "vector_cast")
+        point = (s.strategy.label, s.setting.pool_tokens) if casts else (s.backend,)
+        if s.strategy.name == "gather_cast" or mode == "eager":
+            point = (s.strategy.label,)
         mixed = any(p.bytes and p.curve is None for p in s.phases)
         if s.mode == mode and not mixed:
-            here = (s.strategy.label, s.setting.heads, at_pool, s.setting.load, s.card)
-            newest[here] = s
-    assert len(newest) >= (10 if mode == "eager" else 150)
-    for cell, s in newest.items():
+            newest[(*point, s.setting.heads, s.setting.load, s.setting.model.name)] = s
+    assert len(newest) >= (10 if mode == "eager" else 100)
+    for s in newest.values():
         found = predict_at(s.strategy.label, s.setting, s.card, backend=s.backend, mode=mode)
-        assert found.ms == pytest.approx(s.ms, rel=0.03), cell
+        assert found.ms == pytest.approx(s.ms, rel=0.03), (s.strategy.label, str(s.setting))
 
 
 def test_recorded_heads_are_not_replaced_by_others():
