@@ -23,8 +23,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|#033\[[0-9;]*m")
 BARE = re.compile(
     r"\s*(?:server_args=|Load weight |KV Cache is |Memory pool end|Using KV cache dtype"
     r"|Decode batch|max_total_num|Model loading took|Loading model weights took|Available KV"
-    r"|GPU KV cache|the current vLLM|model weights take|Maximum concurrency|# (?:cuda|GPU|CUDA) blocks"
-    r"|Initializing an? )"
+    r"|GPU KV cache|the current vLLM|model weights take|Maximum concurrency"
+    r"|# (?:cuda|GPU|CUDA) blocks|Initializing an? )"
 )
 N = r"([-+\w.,]+?)"  # anything in a number's place, so that a bad one can be named
 # What a record is worth reading for, and the numbers in it: (kind, sign, {field: pattern}).

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shadowkv_lab import facts, files, machine
-from shadowkv_lab.deployment import GIB, Deployment, deployment
+from shadowkv_lab.deployment import GIB, LAYOUTS, Deployment, deployment
 from shadowkv_lab.errors import BadFile, LabError, NoAnswer
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, known_models, load_model
@@ -216,7 +216,10 @@ def _read(records: list[Record], engine: str, starts: int, other: str) -> Server
                 own.setdefault(name, []).append(value)
                 found.setdefault(name, []).append(value)
     if "k_gib" in found or "v_gib" in found:
-        other = " and ".join(filter(None, (other, "separate K and V, not MLA's one latent row")))
+        pools = zip(found.get("k_gib", ()), found.get("v_gib", ()), strict=False)
+        sizes = " and ".join(dict.fromkeys(f"{k + v:.2f}" for k, v in pools))
+        split = f"separate K and V ({sizes} GiB per rank), not MLA's one latent row"
+        other = " with ".join(filter(None, (other, split)))
     values = _arguments(arguments)
     model = str(values.get("model") or "")
     known = OTHER_SIGNS.search("".join([model, *classes]).replace(" ", ""))
@@ -398,6 +401,15 @@ class Reading:
     layouts: tuple[Layout, ...]
     notes: tuple[str, ...]
 
+    @property
+    def lines(self) -> list[str]:
+        """All that a reader must know, whose log it is first."""
+        who = f"{self.log.engine} {self.log.version or ''}".strip()
+        asked = self.log.speculative and f", speculative: {self.log.speculative}"
+        first = f"log of {who}: {self.deployment}{asked or ''}"
+        missing = ", ".join(self.log.missing)
+        return [first, *self.notes, *([f"not in the log: {missing}"] if missing else [])]
+
 
 def from_log(
     log: "str | Path | ServerLog",
@@ -470,9 +482,15 @@ def _model(log: ServerLog, asked) -> tuple[Model, list[str]]:
         return named, []
     if named:
         raise _another(log, named)
-    known = [load_model(name) for name in known_models()]
+    every = known = [load_model(name) for name in known_models()]
     if cls:
         known = [m for m in known if m.architecture == cls]
+        by_path = [m for m in every if _names(log.model, m) and _fits(log, m)]
+        if len(by_path) == 1 and not any(_fits(log, m) for m in known):
+            return by_path[0], [
+                f"model: {by_path[0].name}, by the path {log.model} and the size of the pool; its "
+                f"class is {cls}"
+            ]
     elif log.model:
         known = [m for m in known if _names(log.model, m)]
     if not known:
@@ -531,7 +549,9 @@ def _another(log: ServerLog, model: Model, which: str = "") -> BadFile:
     return BadFile(
         f"The log is of {who}{f' ({title})' if title else ''}, not of {which}{model.name}{weights}",
         f"logs of {model.name}" + (f" ({model.architecture})" if model.architecture else ""),
-        "Leave --model out to take the log's, or give --model PATH/config.json of that model",
+        ("" if which else "Leave --model out to take the log's, or ")
+        + ("Give" if which else "give")
+        + " --model PATH/config.json of that model",
     )
 
 
@@ -658,7 +678,9 @@ def _layouts(log: ServerLog, model: Model, spread: dict) -> tuple[list[Layout], 
             else "another model, more caches than its latent rows, or a release that counts "
             "otherwise; the table is what the memory would hold"
         )
-        return [], [*notes, f"layout: none. {said} is none of {model.name}'s ({have}): {why}"]
+        others = [m.name for m in map(load_model, known_models()) if _fits(log, m)]
+        fits = f". It would fit {', '.join(others)}" if others else ""
+        return [], [*notes, f"layout: none. {said} is none of {model.name}'s ({have}): {why}{fits}"]
     first = found[0]
     if len(found) == 1 and not (first.pipeline > 1 and not spread.get("pipeline_parallel")):
         return found, [*notes, f"layout: {said} = {first.formula}: {first}"]
@@ -772,10 +794,8 @@ def _notes(log: ServerLog, made: Deployment, layout: Layout | None) -> list[str]
         )
     if made.pipeline_parallel > 1:
         counts = sorted({len(stage) for stage in made.stages})
-        each = "; ".join(
-            f"{n} layers: {int(made.memory().kv_gib * GIB) // (n * made.model.row_bytes(LAYOUT_ROWS[made.layout])):,}"
-            for n in counts
-        )
+        row, held = made.model.row_bytes(LAYOUTS[made.layout]), made.memory().kv_gib * GIB
+        each = "; ".join(f"{n} layers: {int(held) // (n * row):,}" for n in counts)
         notes.append(
             f"PP {made.pipeline_parallel}: {' or '.join(map(str, counts))} of "
             f"{made.model.layers} layers per stage"
@@ -790,15 +810,6 @@ def _notes(log: ServerLog, made: Deployment, layout: Layout | None) -> list[str]
     notes += _contradictions(log, made.card)
     notes += _differences(log.ranks)
     return notes
-
-
-LAYOUT_ROWS = {
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8",
-    "bf16": "bf16",
-    "fp8_ds_mla": "packed",
-    "nvfp4_ds_mla": "nvfp4",
-}
 
 
 def _contradictions(log: ServerLog, card: Card) -> list[str]:
@@ -831,8 +842,8 @@ def _contradictions(log: ServerLog, card: Card) -> list[str]:
     why = f", or {taken:.1f} GiB of it were taken by others" if taken > 0 else ""
     hint = f"; cards that fit: {', '.join(like)}" if like else ""
     return [
-        f"contradicts {card.name}: {said}, and {card.title} has {card.memory_gib:.2f}. It is another "
-        f"card{why}{hint}"
+        f"contradicts {card.name}: {said}, and {card.title} has {card.memory_gib:.2f}. It is "
+        f"another card{why}{hint}"
     ]
 
 
