@@ -464,10 +464,10 @@ def read(
 
 def _model(log: ServerLog, asked) -> tuple[Model, list[str]]:
     """The model of a log; raises `BadFile` naming both where it is not the one asked for."""
-    named, cls = _known(log.model), log.architecture
+    named, cls = known_model(log.model), log.architecture
     if asked is not None:
         model = load_model(asked)
-        if named and _shape(named) != _shape(model):
+        if named and shape(named) != shape(model):
             raise _another(log, model)
         strange = bool(cls and model.architecture and cls != model.architecture)
         if strange or (log.model and not named and not _names(log.model, model)):
@@ -497,7 +497,7 @@ def _model(log: ServerLog, asked) -> tuple[Model, list[str]]:
         raise _another(log, load_model(DEFAULT_MODEL), "the default ")
     if len(known) > 1:
         known = [m for m in known if _fits(log, m)] or known
-    if len({_shape(m) for m in known}) == 1:
+    if len({shape(m) for m in known}) == 1:
         how = "its class" if cls else "its name" if log.model else "the size of its pool"
         return known[0], [f"model: {known[0].name}, by {how} in the log"]
     default = load_model(DEFAULT_MODEL)
@@ -510,7 +510,7 @@ def _model(log: ServerLog, asked) -> tuple[Model, list[str]]:
     return default, [f"the log names no model: {default.name} is taken, assumed"]
 
 
-def _known(name: str | None) -> Model | None:
+def known_model(name: str | None) -> Model | None:
     if not name:
         return None
     try:
@@ -519,7 +519,7 @@ def _known(name: str | None) -> Model | None:
         return None
 
 
-def _shape(model: Model) -> tuple:
+def shape(model: Model) -> tuple:
     return model.layers, model.row, model.heads, model.kv_lora_rank, model.index_at
 
 

@@ -41,9 +41,9 @@ class Trace:
     """GPU time of one server's trace by kernel name: (launches, microseconds).
 
     `launches_us` are the launches of kernels that may be casts, within the target's decode steps,
-    `draft_us` those within a draft model's, `outside_us` those under no mark. `steps` and `draft_steps` count the marks, `steps`
-    None where there are none; `left_out` counts marks of other steps (prefill), which are not in
-    `launches_us`.
+    `draft_us` those within a draft model's, `outside_us` those under no mark. `steps` and
+    `draft_steps` count the marks, `steps` None where there are none; `left_out` counts marks of
+    other steps (prefill), which are in none of the three.
     """
 
     name: str
@@ -113,7 +113,7 @@ def read_trace(path: str | Path) -> Trace:
             "Profile with --profile-by-stage",
         )
     found: dict[str, dict[str, list[float]]] = {
-        w: defaultdict(list) for w in (TARGET, DRAFT, OTHER)
+        whose: defaultdict(list) for whose in (TARGET, DRAFT, OTHER, OUTSIDE)
     }
     owner = _owners(marks, calls)
     for name, took, event in launches:
