@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -243,7 +244,9 @@ def compare(
         cast_how = "no cast of the pool in the trace before"
     elif geometry and pool and card:
         cast_ms, cast_how = _predicted(geometry, pool, card, layers, kind)
-        cast_how += guessed if cast_ms else ""
+        if cast_ms and guessed:
+            cast_how += ", assumed to be the card"
+            notes.append(guessed)
     verdict = _verdict(first, cast_ms, cast_how, seen, kind, before.trace)
     plan = None
     if before.log and card and geometry:
@@ -291,21 +294,19 @@ OF_KIND = {"bf16": "bf16", "packed": "fp8_ds_mla"}
 
 def _model(before: Side, after: Side, asked) -> tuple[Model | None, list[str]]:
     """The model of both sides; None where no file names one that the lab knows."""
-    if asked is not None:
-        asked = load_model(asked)
-    found = asked
+    found = asked = load_model(asked) if asked is not None else None
     for side in (before, after):
-        if side.log and (side.log.model or side.log.architecture):
-            found = found or logs.read(side.log).deployment.model
         path = side.fact("model")
-        if path is ...:
-            continue
-        named = logs.known_model(str(path))
+        named = None if path is ... else logs.known_model(str(path))
         if named and asked and logs.shape(named) != logs.shape(asked):
             raise NoAnswer(
                 f"The server ran {path}, not {asked.name}", remedy=f"Say --model {named.name}"
             )
         found = found or named
+    for side in (before, after):
+        if side.log and found is None and (side.log.model or side.log.architecture):
+            with suppress(NoAnswer):  # a class that several models have
+                found = logs.read(side.log).deployment.model
     if found is None:
         return None, ["no file names a model that the lab knows: say --model"]
     return found, []
@@ -476,7 +477,7 @@ def _card(gpu: str | None, before: Side, after: Side) -> tuple[Card | None, str]
     """The card, as typed or as the traces name it; else the one whose memory the log's is.
 
     Of cards of like memory those count on which casts were measured, and only where that is one.
-    The words say that it was guessed.
+    The words say that it was guessed, and from what.
     """
     if gpu:
         return machine.card(gpu), ""
@@ -490,7 +491,10 @@ def _card(gpu: str | None, before: Side, after: Side) -> tuple[Card | None, str]
     like = [c for c in like if c.name in cast_on]
     if len(like) != 1:
         return None, ""
-    return like[0], f"; that it is this card is taken from {free:.2f} GiB free in the log: assumed"
+    return like[0], (
+        f"{free:.2f} GiB were free before weights: {like[0].title} is the one card of this memory "
+        "on which casts were measured. That it is this card is assumed: --gpu says it"
+    )
 
 
 def _trace_notes(before: Side, after: Side, cast: pd.DataFrame, pool: int | None) -> list[str]:

@@ -12,7 +12,8 @@ from datetime import datetime
 
 # How a record begins: SGLang's bracketed time and ranks, or vLLM's level with a time or a file.
 HEAD = re.compile(
-    r"\[(?P<date>(?:\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d)[\d.,]*(?P<ranks>(?: [A-Z_]+\d+)*)\]"
+    r"\[(?P<date>\d{4}-\d\d-\d\d(?: \d\d:\d\d:\d\d)?|\d\d:\d\d:\d\d)[\d.,]*"
+    r"(?P<ranks>(?: [A-Z_]+\d+)*)\]"
     r"|\b(?:INFO|WARNING|ERROR|DEBUG|CRITICAL):? +"
     r"(?:(?P<day>\d\d-\d\d \d\d:\d\d:\d\d)|(?=\[?[\w./-]+\.py\b))"
 )
@@ -21,7 +22,7 @@ RANK = re.compile(r"(?<![A-Z_])(DP|TP|PP|EP|DCP)(\d+)")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|#033\[[0-9;]*m")
 # Messages that begin a record also where the head was cut off.
 BARE = re.compile(
-    r"\s*(?:server_args=|Load weight |KV Cache is |Memory pool end|Using KV cache dtype"
+    r"[\s>|*]*(?:server_args=|Load weight |KV Cache is |Memory pool end|Using KV cache dtype"
     r"|Decode batch|max_total_num|Model loading took|Loading model weights took|Available KV"
     r"|GPU KV cache|the current vLLM|model weights take|Maximum concurrency"
     r"|# (?:cuda|GPU|CUDA) blocks|Initializing an? )"
@@ -36,7 +37,7 @@ LINES = (
         "weights",
         "Loadweightend",
         {
-            "class": r"type=(\w+)",
+            "class": r"(?<!d)type=(\w+)",
             "free_after_gib": rf"availmem={N}GB",
             "weights_gib": rf"memusage={N}GB",
         },
@@ -120,7 +121,7 @@ class Record:
     worker: str
     pid: str
     rank: tuple[tuple[str, int], ...]
-    time: float | None
+    time: str
     text: str
     kind: str = ""
     values: dict = field(default_factory=dict)
@@ -176,25 +177,22 @@ def _record(before: str, head: "re.Match | None") -> Record:
     if match := (WORKER.search(before) if "pid=" in before else None):
         worker, pid = match[1] + match[2], match[3]
         ranks = worker.replace("_", " ")
-    when = None
-    if head and (head["date"] or head["day"]):
-        when = _seconds(head["date"] or head["day"])
+    when = (head["date"] or head["day"] or "") if head else ""
     rank = tuple((kind, int(number)) for kind, number in RANK.findall(ranks)) if ranks else ()
     return Record(worker, pid, rank, when, "")
 
 
+FORMS = {8: "%H:%M:%S", 10: "%Y-%m-%d", 14: "%Y-%m-%d %H:%M:%S", 19: "%Y-%m-%d %H:%M:%S"}
+
+
 def _seconds(stamp: str) -> float | None:
-    form = {8: "%H:%M:%S", 14: "%m-%d %H:%M:%S", 19: "%Y-%m-%d %H:%M:%S"}[len(stamp)]
-    stamp, form = (f"2024-{stamp}", f"%Y-{form}") if len(stamp) == 14 else (stamp, form)
-    try:
-        return datetime.strptime(stamp, form).timestamp() if len(stamp) > 8 else _clock(stamp)
-    except (ValueError, OverflowError, OSError):
+    """A head's time in seconds, comparable within one log; None for what is no time."""
+    form = FORMS.get(len(stamp), "")
+    try:  # vLLM writes no year; 2024 has every day
+        when = datetime.strptime(f"2024-{stamp}" if len(stamp) == 14 else stamp, form)
+    except ValueError:
         return None
-
-
-def _clock(stamp: str) -> float:
-    hours, minutes, seconds = map(int, stamp.split(":"))
-    return 3600.0 * hours + 60 * minutes + seconds
+    return (when - datetime(1900, 1, 1)).total_seconds()
 
 
 def number_starts(records: list[Record]) -> int:
@@ -236,7 +234,8 @@ def number_starts(records: list[Record]) -> int:
 
 
 def _gap(one: Record, two: Record) -> float | None:
-    return None if one.time is None or two.time is None else abs(two.time - one.time)
+    times = [_seconds(r.time) for r in (one, two)]
+    return None if None in times else abs(times[1] - times[0])
 
 
 def _apart(one: Record, two: Record, rank: str) -> bool:

@@ -193,7 +193,7 @@ def _read(records: list[Record], engine: str, starts: int, other: str) -> Server
     decimals = set()
     for record in records:
         if record.kind == "args":
-            for name, value in ARGUMENT.findall(record.text):
+            for name, value in ARGUMENT.findall(record.text.replace("config:", "(")):
                 arguments.setdefault(name, _value(value))
         if record.kind == "format":
             found.setdefault("format", []).append("fp8_ds_mla")

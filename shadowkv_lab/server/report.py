@@ -22,8 +22,8 @@ WIDTH, LINE = 860, 108  # pixels, and characters of the title in them
 def figure(found: Comparison, most: int = 6) -> go.Figure:
     """Step times before and after, one pair of bars per load, the cast in each where it is known.
 
-    The cast does not depend on the load: it is the same in every pair. A predicted one is patterned
-    as calibrated.
+    The cast does not depend on the load: it is the same in every pair. A predicted one has the
+    pattern of its provenance.
     """
     rows = found.tpot.head(most)
     names = [name for row in rows.itertuples() for name in _pair(row)]
@@ -31,7 +31,8 @@ def figure(found: Comparison, most: int = 6) -> go.Figure:
     known = found.cast_ms is not None and found.left is not None
     casts = [found.cast_ms, found.cast_ms * found.left] * len(rows) if known else []
     casts = [min(cast, step) for cast, step in zip(casts, steps, strict=False)]
-    measured = Kind.MEASURED if "trace" in found.cast_how else Kind.CALIBRATED
+    kind = Kind.MEASURED if "trace" in found.cast_how else Kind.CALIBRATED
+    kind = Kind.ASSUMED if "assumed" in found.cast_how else kind
     fig = go.Figure()
     common = dict(
         y=names, orientation="h", hovertemplate="%{y}: %{x:.2f} ms<extra>%{fullData.name}"
@@ -43,7 +44,7 @@ def figure(found: Comparison, most: int = 6) -> go.Figure:
             name="cast of the pool",
             marker=dict(
                 color=parse("full_cast").tag.colour,
-                pattern=dict(shape=measured.pattern, solidity=0.15, fgcolor="white"),
+                pattern=dict(shape=kind.pattern, solidity=0.15, fgcolor="white"),
             ),
             **common,
         )

@@ -158,11 +158,11 @@ def _serving(entry: dict, where: str) -> Result:
     if chunk > 1:
         notes.append(f"an inter-token latency (ITL) holds {chunk} tokens: stream_interval {chunk}")
     # Where requests come and go, a mean holds the stalls of others' prefills.
-    names = ("mean_tpot_ms", "median_tpot_ms", "median_itl_ms", "mean_itl_ms")
+    names = ["mean_tpot_ms", "mean_itl_ms", "median_tpot_ms", "median_itl_ms"]
     if arrivals:
-        names = ("median_itl_ms", "mean_tpot_ms", "median_tpot_ms", "mean_itl_ms")
-    name = next((n for n in names if _is(entry.get(n))), None)
-    if name is None:
+        names.insert(0, names.pop())
+    name = next((n for n in names if entry.get(n) is not None), None)
+    if name is None or not _is(entry[name]):
         raise BadFile(
             f"{where} has no mean_tpot_ms and no mean_itl_ms above 0",
             remedy="Ask for more than one output token a request",

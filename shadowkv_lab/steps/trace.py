@@ -158,7 +158,7 @@ def _duration(event: dict, file: str) -> float:
     took = event.get("dur")
     if not (isinstance(took, int | float) and math.isfinite(took) and took >= 0):
         raise BadFile(
-            f"{file}: the event {str(event.get('name'))[:60]!r} lasts {took!r} us",
+            f"{file}: {short_name(str(event.get('name')))!r} lasts {took!r} us",
             "a time of 0 or more",
             "Was the trace cut short or edited? Profile again",
         )
