@@ -205,6 +205,9 @@ def number_starts(records: list[Record]) -> int:
     said: dict[tuple, list[Record]] = {}  # of this start, by rank and kind
     pids: dict[str, str] = {}
     for record in records:
+        if record.kind == "decode":
+            record.start = start
+            continue
         kind, rank, text = record.kind, record.rank_name, record.text[:200]
         earlier = said.get((rank, kind), [])
         loaded = any(k in ("weights", "kv", "loaded", "available", "total") for _, k in said)

@@ -153,7 +153,8 @@ def parse(log: str | Path) -> ServerLog:
     other, known = "", []
     for record in records(_text(log)):
         # Arguments name much that does not run: of them only the model's name is looked at.
-        if not other and record.kind != "args" and (sign := OTHER_SIGNS.search(record.text)):
+        looked = other or record.kind in ("args", "decode")
+        if not looked and (sign := OTHER_SIGNS.search(record.text)):
             other = OTHER_POOLS[sign.lastindex - 1][0]
         if record.kind:
             known.append(record)
