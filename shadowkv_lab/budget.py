@@ -163,7 +163,7 @@ def _capacity(
     return Capacity(
         tag,
         a_token,
-        at.index_bytes(),
+        at.index_bytes(strategy),
         rows,
         tokens,
         tokens // pages * at.data_parallel,

@@ -9,6 +9,7 @@ another's default.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +44,8 @@ BITS = {
     "mxfp4": (4.25, 16.0),
     "int4": (4.5, 16.0),
 }
+# What changes the slots that a pool of the same server has.
+POOLED = {"kv_gib", "layout", "index_layers", "mtp", "pipeline_parallel", "memory_fraction"}
 SGLANG_RULE = Source(
     "SGLang's server_args, how --mem-fraction-static is chosen where it is not given",
     "https://github.com/sgl-project/sglang/pull/10975",
@@ -198,34 +201,37 @@ class Deployment:
 
     # What a token costs, on the GPU that keeps the most.
 
-    def token_bytes(self, strategy=None, *, index: bool = True) -> int:
+    def token_bytes(self, strategy=None) -> int:
         """Bytes per slot of one GPU's pool: rows, index keys, MTP layer; `None`: as laid out.
 
         Of pipeline stages, the one that keeps the most.
         """
-        return max(self._stage_bytes(stage, strategy, index) for stage in self.stages)
+        return sum(self._bytes(strategy))
 
-    def index_bytes(self) -> int:
+    def index_bytes(self, strategy=None) -> int:
         """Of `token_bytes`, the DSA index keys."""
-        return self.token_bytes() - self.token_bytes(index=False)
+        return self._bytes(strategy)[1]
 
-    def _stage_bytes(self, stage: range, strategy, index: bool) -> int:
-        model, mtp = self.model, self.model.mtp_layers if self.mtp else 0
-        last = stage.stop == model.layers
-        layers = [*stage, *[model.layers - 1] * (mtp if last else 0)]
-        index_layers = self._index_layers(stage) + (mtp if last and self.index_layers else 0)
-        return sum(self._row_bytes(strategy, layer) for layer in layers) + (
-            index_layers * model.row_bytes("index") if index and model.dsa else 0
-        )
+    def _bytes(self, strategy) -> tuple[int, int]:
+        """Bytes of rows and of index keys, of the stage that keeps the most."""
+        return max((self._stage_bytes(stage, strategy) for stage in self.stages), key=sum)
 
-    def _row_bytes(self, strategy, layer: int) -> int:
-        stored = LAYOUTS[self.layout]
+    def _stage_bytes(self, stage: range, strategy) -> tuple[int, int]:
+        model, stored = self.model, LAYOUTS[self.layout]
+        mtp = self.model.mtp_layers if self.mtp and stage.stop == model.layers else 0
+        layers = [*stage, *[model.layers - 1] * mtp]
         if strategy is None:
-            return self.model.row_bytes(stored)
-        # A strategy's FP8 rows lie as the engine lays a quantised row out.
-        quantised = "fp8" if self.layout == "bf16" else stored
-        kinds = strategy.at(layer).kinds
-        return sum(self.model.row_bytes(quantised if k == "fp8" else k) for k in kinds)
+            rows = len(layers) * model.row_bytes(stored)
+        else:
+            # A strategy's FP8 rows lie as the engine lays a quantised row out.
+            quantised = "fp8" if stored == "bf16" else stored
+            kinds = Counter(kind for i in layers for kind in strategy.at(i).kinds)
+            rows = sum(
+                count * model.row_bytes(quantised if kind == "fp8" else kind)
+                for kind, count in kinds.items()
+            )
+        index = self._index_layers(stage) + (mtp if self.index_layers else 0)
+        return rows, index * model.row_bytes("index") if model.dsa else 0
 
     def _index_layers(self, stage: range) -> int:
         """Layers of a stage with index keys: the model's own, or a log's count spread evenly."""
@@ -416,7 +422,10 @@ def published_deployment(
             f"{entry['free_before_gib']} GiB free before loading; {entry['free_before_note']}"
         )
     changes = {name: value for name, value in changes.items() if value is not None}
-    words = {n: p for n, p in words.items() if n not in changes}
+    same = {name for name, value in changes.items() if seen.get(name) == value}
+    words = {name: word for name, word in words.items() if name in same or name not in changes}
+    if (changes.keys() - same) & POOLED:
+        seen.pop("pool_tokens", None)  # the publication's slots are of another pool than this
     made = deployment(entry["model"], chosen, given=words, **{**seen, **changes})
     checkpoint = replace(made.checkpoint, name=entry.get("checkpoint", made.checkpoint.name))
     return replace(made, checkpoint=checkpoint)

@@ -150,9 +150,10 @@ def budget(
         scratch_gib="scratch GiB",
         left_gib="left GiB",
         fits="fits",
-        reason="why not, or not tried",
     )
     show(table.fillna("").to_dict("records"), columns, str(plan.deployment))
+    for reason, rows in table[table.reason != ""].groupby("reason", sort=False):
+        console.print(f"{', '.join(rows.strategy)}: {reason}")
 
 
 @app.command()
@@ -221,12 +222,14 @@ def reproduce(
         console.print(f"{row.strategy}: {row.verdict}")
     files = list(found.files)
     if notebook:
+        from shadowkv_lab import facts
         from shadowkv_lab.ui import notebooks
 
         with progress(quiet=False) as report:
             report("executing the decode lab", 0.5)
             target = out / "01_decode_lab.ipynb"
-            files.append(notebooks.execute("notebooks/01_decode_lab.ipynb", target))
+            lab = facts.shipped("notebooks") / target.name
+            files.append(notebooks.execute(lab, target, folder=out))
     console.print("\nwrote " + ", ".join(str(f) for f in files))
     failed = [check for check in found.checks if not check.ok]
     console.print(f"{len(found.checks) - len(failed)} of {len(found.checks)} checks hold")

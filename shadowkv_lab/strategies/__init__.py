@@ -27,7 +27,6 @@ __all__ = [
     "VectorCast",
     "parse",
     "parse_list",
-    "runnable",
 ]
 
 

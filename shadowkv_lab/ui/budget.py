@@ -45,7 +45,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
         f"{at.model.name} on {at.card.title}, one GPU of {at.tensor_parallel}</sup>"
     )
     fig = style.figure(heading, "memory of one GPU (GiB)", "")
-    provenance = {t.name: str(t.provenance) for t in plan.terms}
+    provenance = {t.name: t.provenance.kind for t in plan.terms}
     for name, gib in terms.items():
         fig.add_bar(
             y=names,
@@ -55,10 +55,10 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
             marker=dict(
                 color=FIXED[name],
                 pattern=dict(
-                    shape=style.PATTERNS[provenance[name]], fgcolor="#666", size=12, solidity=0.15
+                    shape=provenance[name].pattern, fgcolor="#666", size=12, solidity=0.15
                 ),
             ),
-            hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name]}<extra></extra>",
+            hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name].value}<extra></extra>",
         )
     colours = [c.strategy.colour for c in shown]
     for values, name, opacity in ((kept, "KV rows", 0.9), (index, "index keys", 0.45)):
@@ -156,16 +156,17 @@ def budget_view(
     """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
     case = published("case")
     kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
-    # Where what is typed is the GLM-5 report's, it is its own deployment, with its source.
+    # The application's start values are the GLM-5 report's: its own deployment has them with
+    # their source, and another model, card or spread has its own.
     told = dict(weights_gib=weights_gib, kv_gib=kv_gib or None, memory_fraction=mem_fraction_static)
     theirs = (case["weights_gib"], case["pool_gib"], case["mem_fraction_static"])
+    told = {name: v for (name, v), own in zip(told.items(), theirs, strict=True) if v != own}
     reported = load_model(model).name == case["model"] and gpu in case["gpu"]
     reported = reported and tensor_parallel == case["tensor_parallel"] and engine == "sglang"
-    told = {n: v for (n, v), t in zip(told.items(), theirs, strict=True) if not reported or v != t}
     options = dict(
         **told,
-        tensor_parallel=None if reported else tensor_parallel,
-        engine=None if reported else engine,
+        tensor_parallel=tensor_parallel,
+        engine=engine,
         index_layers=None if index else 0,
         mtp=mtp or None,
     )
@@ -175,8 +176,6 @@ def budget_view(
         reading = logs.read(read, model, gpu, **options)
         plan = budget(reading.deployment, load, kept)
     elif reported:
-        if "kv_gib" in told:
-            options |= dict(pool_tokens=None)
         plan = budget(published_deployment("case", gpu, **options), load, kept)
     else:
         plan = budget(deployment(model, gpu, **options), load, kept)

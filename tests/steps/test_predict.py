@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shadowkv_lab.budget import budget
+from shadowkv_lab.deployment import deployment
 from shadowkv_lab.errors import DoesNotFit, NoAnswer, OutOfRange, UnknownName
 from shadowkv_lab.model import load_model
 from shadowkv_lab.steps import fit as fitting
@@ -158,8 +159,8 @@ def test_strategies_that_no_kernel_serves_are_left_out():
     for gpu, served in (("h200", True), ("rtx-pro-6000-server", False)):
         found = {p.strategy.name for p in predict_all(at("glm-5", 495_616), gpu, fitted=FIT)}
         assert ("native_fp8" in found) == served and "fused_fp8" in found
-        plan = budget("glm-5", gpu, kv_gib=25.49)
-        assert ("native_fp8" in {c.strategy for c in plan.capacities}) == served
+        plan = budget(deployment("GLM-5-NVFP4", gpu, kv_gib=25.49))
+        assert ("native_fp8" in {c.strategy.label for c in plan.capacities}) == served
 
 
 def test_bad_loads():
