@@ -134,7 +134,8 @@ class Deployment:
     `tensor_parallel` counts as the engine does: SGLang's DP attention splits `data_parallel` ranks
     out of it, vLLM's ranks are GPUs of their own. `page_size` is in tokens. `mtp` adds the cache of
     the model's MTP layers. `pool_tokens` are slots of one GPU's pool and `kv_gib` its bytes, where
-    a log or a user gave them; else the engine's rule says. `given` holds the provenance of what a
+    a log or a user gave them; else the engine's rule says. `max_total_tokens` is the cap that the
+    server was given, which explains a pool below the rule's. `given` holds the provenance of what a
     log, a publication or a user gave, `derived` of what was worked out for this deployment.
     """
 
@@ -156,6 +157,7 @@ class Deployment:
     activations_gib: float = 0.0
     kv_gib: float | None = None
     pool_tokens: int | None = None
+    max_total_tokens: int | None = None
     given: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
     derived: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
 
@@ -610,7 +612,9 @@ def _memory(made: Deployment) -> Memory:
     rest = sum(t.gib for t in terms)
     if wanted is not None:
         gap = f"{wanted:.2f} GiB of KV as given - {rest:.2f} by {made.engine}'s rule"
-        terms.append(Term("not accounted for", wanted - rest, replace(said, how=gap)))
+        capped = made.max_total_tokens and wanted < rest
+        name = "left free by the cap on tokens" if capped else "not accounted for"
+        terms.append(Term(name, wanted - rest, replace(said, how=gap)))
     kv = sum(t.gib for t in terms)
     if kv <= 0 or (wanted is not None and before - weights < kv):
         raise DoesNotFit(

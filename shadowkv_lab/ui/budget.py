@@ -173,7 +173,8 @@ def budget_view(
     load = Load(concurrency, context)
     read = logs.parse(log) if log.strip() else None
     if read:
-        plan = logs.from_log(read, model, gpu, load=load, strategies=kept, **options)
+        reading = logs.read(read, model, gpu, **options)
+        plan = budget(reading.deployment, load, kept)
     elif reported:
         plan = budget(published_deployment("case", gpu, **options), load, kept)
     else:
@@ -183,7 +184,7 @@ def budget_view(
         f"Left out: {r.strategy.title}. {html.escape(r.verdict.reason)} " for r in plan.refused
     )
     if read:
-        note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
+        note += "".join(f"<br>{html.escape(line)}" for line in reading.lines)
     return View([memory_stack(plan), tokens_that_fit(plan)], note, table(plan))
 
 
