@@ -487,7 +487,7 @@ def _card(gpu: str | None, before: Side, after: Side) -> tuple[Card | None, str]
     free = before.log.free_before_gib if before.log else None
     cards = {machine.card(name).name: machine.card(name) for name in machine.known_cards()}
     like = [c for c in cards.values() if free and 0.97 <= free / c.memory_gib <= 1]
-    cast_on = {key[2] for key in fit().curves if key[:2] == ("cast", "full_cast")}
+    cast_on = {key.card for key in fit().of("cast") if key.kernel == "full_cast"}
     like = [c for c in like if c.name in cast_on]
     if len(like) != 1:
         return None, ""
