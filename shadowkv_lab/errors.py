@@ -1,6 +1,7 @@
 """The lab's eight kinds of error. Each says what was wrong, what is allowed, and what to do."""
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -26,10 +27,33 @@ class UnknownName(LabError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str], remedy: str = ""):
         known = sorted(known)
-        near = difflib.get_close_matches(str(name).lower(), [k.lower() for k in known], 1, 0.4)
-        nearest = next((k for k in known if near and k.lower() == near[0]), None)
-        hint = f"Did you mean {nearest!r}? " if nearest else ""
+        meant = nearest(str(name), known)
+        hint = f"Did you mean {meant!r}? " if meant else ""
         super().__init__(f"Unknown {kind} {name!r}", ", ".join(known), (hint + remedy).strip())
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was most likely meant, or None; never another product of a family.
+
+    Words with digits name a product, so they must agree: an H20 is no H200, a V3.1 no V3.2.
+
+    >>> nearest("glm5", ["glm-5", "glm-5.2"]), nearest("h20", ["h200", "h100"])
+    ('glm-5', None)
+    """
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9.]", "", text.lower())
+
+    def numbered(text: str) -> set[str]:
+        return {word for word in re.split(r"[^a-z0-9.]+", text.lower()) if re.search(r"\d", word)}
+
+    near = {}
+    for other in known:
+        alike = difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+        least = 0.75 if numbered(other) else 0.5
+        if plain(name) == plain(other) or (alike >= least and numbered(name) == numbered(other)):
+            near[other] = alike
+    return max(near, key=near.get, default=None)
 
 
 class OutOfRange(LabError):

@@ -93,16 +93,18 @@ def read_lines(path: str | Path, kind: type[T] = dict) -> list[T]:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether an object begins on this line and JSON ends before the object does."""
-    if not line.lstrip().startswith(b"{"):
-        return False
+    """Whether an object begins on this line and JSON ends before the object does; after a crash
+    some file systems leave NULs in the place of what was not yet written."""
+    text = line.decode("utf-8", "ignore").rstrip("\0 \t\r\n")
+    if not text:
+        return True
     try:
-        text = line.decode("utf-8", "ignore").rstrip()
         json.loads(text)
     except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated") or error.pos >= len(text)
-    except RecursionError:
-        return False
+        ended = error.msg.startswith("Unterminated") or error.pos >= len(text)
+        return ended and text.lstrip().startswith("{")
+    except (RecursionError, ValueError):
+        pass
     return False
 
 

@@ -23,7 +23,11 @@ CPU_RESERVE_BYTES = 1 << 29
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU model. Bandwidth is the datasheet's (GB/s, decimal), memory the driver's (MiB)."""
+    """A GPU model. Bandwidth is the datasheet's (GB/s, decimal), memory the driver's (MiB).
+
+    `compute_capability` is CUDA's; None on AMD's cards, whose `architecture` is a gfx name, `sms`
+    the compute units, `l2_mb` the last cache before memory and the shared memory the LDS.
+    """
 
     name: str
     title: str
@@ -32,15 +36,23 @@ class Card:
     sms: int
     l2_mb: int
     shared_memory_per_block_bytes: int
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
     source: Source
     driver_names: tuple[str, ...] = ()
+    architecture: str = ""
     measured_copy_gb_per_s: float | None = None
     measured_read_gb_per_s: float | None = None
 
     @property
     def memory_gib(self) -> float:
         return self.memory_mib / 1024
+
+    @property
+    def sm(self) -> str:
+        """ "SM120" for compute capability 12.0; an AMD card's gfx name."""
+        if self.compute_capability is None:
+            return self.architecture
+        return "SM{}{}".format(*self.compute_capability)
 
 
 class Memory(NamedTuple):

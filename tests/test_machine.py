@@ -18,7 +18,28 @@ def test_cards_have_what_the_drivers_and_datasheets_say():
     for name in machine.known_cards():
         assert machine.card(name).source
     with pytest.raises(UnknownName, match="Did you mean 'h200'"):
-        machine.card("h2000")
+        machine.card("h-200")
+
+
+@pytest.mark.parametrize("typed", ["h2000", "h100-nvl", "gb300", "b100", "mi300a", "rtx-6000"])
+def test_another_product_is_never_proposed(typed):
+    with pytest.raises(UnknownName) as error:
+        machine.card(typed)
+    assert "Did you mean" not in str(error.value)
+
+
+def test_cards_that_reports_are_about():
+    # Memory and capability as the reports print them (cmd-02).
+    gib = {"h20": 95, "h20-3e": 139.72, "gb10": 121.69, "b300": 268, "mi355x": 288}
+    for name, wanted in gib.items():
+        assert machine.card(name).memory_gib == pytest.approx(wanted, rel=0.01)
+    capabilities = {"h20": (9, 0), "h20-3e": (9, 0), "gb10": (12, 1), "b300": (10, 3)}
+    for name, wanted in capabilities.items():
+        assert machine.card(name).compute_capability == wanted
+    assert machine.card_of("NVIDIA H20-3e").name == "h20-3e"
+    for name in ("mi300x", "mi325x", "mi355x"):
+        assert machine.card(name).compute_capability is None
+        assert machine.card(name).sm.startswith("gfx9")
 
 
 def test_driver_names_belong_to_one_card_each():

@@ -14,12 +14,12 @@ from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab
 @pytest.mark.parametrize(
     "call, wrong, error, words",
     [
-        (shadowkv_lab.explorer, {"model": "glm-55"}, UnknownName, "Did you mean"),
+        (shadowkv_lab.explorer, {"model": "glm5"}, UnknownName, "Did you mean"),
         (shadowkv_lab.explorer, {"concurrency": -1}, OutOfRange, "whole requests above 0"),
         (shadowkv_lab.explorer, {"context": "1k"}, OutOfRange, "whole tokens above 0"),
         (shadowkv_lab.explorer, {"heads": 7}, OutOfRange, "8, 16, 32, 64, 128"),
         (shadowkv_lab.explorer, {"strategies": ("shadwo",)}, UnknownName, "Did you mean 'shadow'"),
-        (budget.budget_app, {"gpu": "h2000"}, UnknownName, "Did you mean 'h200'"),
+        (budget.budget_app, {"gpu": "h-200"}, UnknownName, "Did you mean 'h200'"),
         (budget.budget_app, {"tensor_parallel": 3}, OutOfRange, "1, 2, 4, 8, 16"),
         (budget.budget_app, {"kv_gib": "all"}, OutOfRange, "a number"),
         (reproduce_lab.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
