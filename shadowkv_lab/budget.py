@@ -1,283 +1,225 @@
 """Where a GPU's memory goes, term by term, and how many tokens each strategy can then keep."""
 
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
-from shadowkv_lab import facts, machine
-from shadowkv_lab.errors import DoesNotFit, OutOfRange
-from shadowkv_lab.machine import Card
-from shadowkv_lab.model import Model, load_model
-from shadowkv_lab.strategies import Strategy, parse, parse_list, runnable
+from shadowkv_lab import machine
+from shadowkv_lab.deployment import GIB, Deployment, Memory, Term
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
+from shadowkv_lab.load import Load
+from shadowkv_lab.provenance import Provenance, calibrated
+from shadowkv_lab.rules import Verdict, can_run
+from shadowkv_lab.strategies import STRATEGIES, Label, Strategy, parse, parse_list
 
-GIB = 1 << 30
-ENGINES = ("sglang", "vllm")
-REQUEST_ROWS = 48  # rows of the page table when the engine is not told how many requests may run
-
-
-@dataclass(frozen=True)
-class Term:
-    """One line of the budget: signed GiB, how it comes about in numbers, and its provenance."""
-
-    name: str
-    gib: float
-    formula: str
-    provenance: str
+AS_LAID_OUT = ("as laid out", "#7F7F7F", -1)
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one strategy makes of the KV memory. Bytes a token are over all layers of one GPU."""
+    """What one strategy makes of the KV memory. Bytes per token are over all layers of one GPU.
 
-    strategy: str
+    `rows` are slots of one GPU's pool, `tokens` what the GPUs that share a request's attention
+    keep together (DCP), `requests` what all DP ranks do.
+    """
+
+    strategy: Label
     token_bytes: int
     index_bytes: int  # of token_bytes, the DSA index keys
+    rows: int
     tokens: int
-    requests: int  # of `Budget.context` tokens each
-    kept_gib: float
+    requests: int  # of the load's context each
+    kept_gib: float  # the pool, and the strategy's own buffers beside it
     scratch_gib: float  # BF16 rows that one layer at a time is cast into
-    left_gib: float  # of the reserve, behind graphs, page tables, activations and this scratch
+    left_gib: float | None  # of the reserve, after graphs, page tables, activations, this scratch
+    untried: str
+    provenance: Provenance
 
     @property
     def fits(self) -> bool:
-        """Whether the wanted requests and the scratch fit the card."""
-        return self.tokens > 0 and self.left_gib >= 0
+        """Whether it keeps a token, and its scratch fits the reserve as far as that is known."""
+        return self.tokens > 0 and (self.left_gib is None or self.left_gib >= 0)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A strategy that the rules refuse here: no capacity, and the verdict that says why."""
+
+    strategy: Label
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Memory of one GPU. `terms` add up to `kv_gib`; `spent` is taken from the reserve."""
+    """Memory of one GPU of a deployment, and what each strategy keeps of a load.
 
-    model: Model
-    card: Card
-    tensor_parallel: int
-    engine: str
-    context: int
-    concurrency: int
-    terms: tuple[Term, ...]
-    spent: tuple[Term, ...]
-    kv_gib: float
-    reserve_gib: float
+    `pool` is the deployment's own pool, as its rows are laid out, `capacities` are those of the
+    strategies that can run there; the others are in `refused`.
+    """
+
+    deployment: Deployment
+    load: Load
+    memory: Memory
+    pool: Capacity
     capacities: tuple[Capacity, ...]
+    refused: tuple[Refused, ...]
+
+    @property
+    def kv_gib(self) -> float:
+        return self.memory.kv_gib
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        return self.memory.terms
 
     @property
     def formula(self) -> str:
-        """The KV memory, term by term with its numbers; one line a term."""
-        lines = [
-            f"{t.gib or 0:+9.2f} GiB  {t.name}: {t.formula} [{t.provenance}]" for t in self.terms
-        ]
-        return "\n".join([*lines, f"= {self.kv_gib:7.2f} GiB  KV cache"])
+        """The KV memory, term by term with its numbers; one line per term."""
+        at, made = self.deployment, self.memory
+        lines = [f"{t.gib:+9.2f} GiB  {t.name}: {t.formula} [{t.provenance}]" for t in made.terms]
+        if made.reserve_gib is None:
+            estimated = at.checkpoint.weights_gib
+            why = f"{estimated:.2f} GiB would not fit; " if estimated else ""
+            lines.append(f"     not known  weights: {why}{at.checkpoint.provenance.how}")
+        lines.append(f"= {made.kv_gib:7.2f} GiB  KV cache [{made.provenance}]")
+        rows = f"{self.pool.rows:,} slots of {self.pool.token_bytes:,} B ({at.layout}"
+        rows += f", {self.pool.index_bytes:,} B of index keys)" if self.pool.index_bytes else ")"
+        return "\n".join([*lines, f"  {rows}{_shared(at, self.pool)}"])
 
     def of(self, strategy: "str | Strategy") -> Capacity:
-        """The capacity of one strategy."""
+        """The capacity of one strategy; raises `CannotRun` with the reason where it has none."""
         label = parse(strategy).label
-        return next(c for c in self.capacities if c.strategy == label)
+        for refused in self.refused:
+            if refused.strategy.label == label:
+                raise CannotRun(
+                    f"{refused.strategy.title} in {self.deployment}: {refused.verdict.reason}",
+                    remedy="Leave it out, or choose another card, layout or strategy",
+                )
+        return next(c for c in self.capacities if c.strategy.label == label)
 
     def table(self) -> pd.DataFrame:
-        """One row a strategy."""
-        return pd.DataFrame([{**vars(c), "fits": c.fits} for c in self.capacities])
+        """One row per strategy; refused ones have a reason and no numbers."""
+        rows = [
+            {**vars(c), "strategy": c.strategy.label, "provenance": str(c.provenance)}
+            | {"fits": c.fits, "reason": c.untried}
+            for c in self.capacities
+        ]
+        rows += [
+            {"strategy": r.strategy.label, "fits": False, "reason": r.verdict.reason}
+            for r in self.refused
+        ]
+        columns = [f for f in Capacity.__dataclass_fields__ if f != "untried"]
+        columns = [*columns, "fits", "reason"]
+        return pd.DataFrame(rows, columns=columns, dtype=object).astype({"fits": bool})
 
 
 def budget(
-    model: "Model | str",
-    card: "Card | str",
-    tensor_parallel: int = 8,
-    weights_gib: float | None = None,
-    mem_fraction_static: float | None = None,
+    deployment: Deployment,
+    load: Load | None = None,
     strategies: "Sequence[Strategy | str] | str | None" = None,
-    *,
-    context: int = 1024,
-    concurrency: int = 1,
-    kv_gib: float | None = None,
-    pool_tokens: int | None = None,
-    pool_dtype: str = "fp8",
-    before_weights_gib: float = 0.0,
-    graphs_gib: float = 0.0,
-    activations_gib: float = 0.0,
-    index: bool = True,
-    mtp: bool = False,
-    page_size: int = 1,
-    engine: str = "sglang",
-    recorded: Collection[str] = (),
 ) -> Budget:
-    """The budget of one GPU, by the engine's own rule.
+    """The budget of one GPU of a deployment, for a load of the whole server.
 
-    `weights_gib` is per GPU, as logs print it, and `mem_fraction_static` SGLang's (or vLLM's
-    `gpu_memory_utilization`); both default to the case's. SGLang: KV = free after weights - (1 -
-    fraction) x free before weights. vLLM: KV = fraction x card - before - weights - graphs -
-    activations. `kv_gib`, or `pool_tokens` rows of `pool_dtype`, from a log overrules the rule,
-    and what the rule then cannot account for is a term of its own. `recorded` names the arguments
-    that a log or a publication gave; others are assumed. Raises `OutOfRange`, or `DoesNotFit`
-    where nothing is left for KV.
+    `strategies` default to all. Raises `OutOfRange` for a context beyond the model's positions,
+    `NoAnswer` where neither the weights nor the KV memory are known, and `DoesNotFit` where
+    nothing is left for KV.
     """
-    model, card = load_model(model), machine.card(card) if isinstance(card, str) else card
-    case = facts.find("published", "published result", "case")
-    if weights_gib is None:
-        weights_gib = case["weights_gib"]
-        recorded = [*recorded, *(["weights_gib"] if model.name == case["model"] else [])]
-    fraction = case["mem_fraction_static"] if mem_fraction_static is None else mem_fraction_static
-    heads = model.heads_per_gpu(tensor_parallel)
-
-    def source(name: str) -> str:
-        return "recorded" if name in recorded else "assumed"
-
-    _check(
-        weights_gib=weights_gib,
-        before_weights_gib=before_weights_gib,
-        graphs_gib=graphs_gib,
-        activations_gib=activations_gib,
-        kv_gib=kv_gib,
-        pool_tokens=pool_tokens,
-    )
-    _check(least=1, context=context, concurrency=concurrency, page_size=page_size)
-    if not 0 < fraction < 1:
-        raise OutOfRange(f"A memory fraction of {fraction}", "above 0 and below 1")
-    if engine not in ENGINES:
-        raise OutOfRange(f"Engine {engine!r}", ", ".join(ENGINES))
-    if context > model.max_positions:
-        raise OutOfRange(f"Context {context} for {model.name}", f"1 to {model.max_positions}")
-
-    before = card.memory_gib - before_weights_gib
-    pages_gib = 4 * max(concurrency, REQUEST_ROWS) * model.max_positions / GIB
-    spent = (
-        Term("CUDA graphs", graphs_gib, "as typed", source("graphs_gib")),
-        Term(
-            "page tables",
-            pages_gib,
-            f"4 B x {max(concurrency, REQUEST_ROWS)} requests x {model.max_positions} positions",
-            "calibrated",
-        ),
-        Term("activations", activations_gib, "as typed", source("activations_gib")),
-    )
-    terms = [
-        Term("card memory", card.memory_gib, f"{card.memory_mib} MiB / 1024", "recorded"),
-        Term(
-            "before weights",
-            0 - before_weights_gib,
-            "CUDA context, NCCL, others",
-            source("before_weights_gib"),
-        ),
-        Term("weights", -weights_gib, "'mem usage' of one GPU", source("weights_gib")),
-    ]
-    if engine == "sglang":
-        reserve, rule = (1 - fraction) * before, f"(1 - {fraction}) x {before:.2f} free before"
-    else:
-        reserve = (1 - fraction) * card.memory_gib
-        rule = f"(1 - {fraction}) x {card.memory_gib:.2f} of the card"
-        terms += [Term(t.name, -t.gib, t.formula, t.provenance) for t in spent]
-    terms.append(Term("reserve", -reserve, rule, "calibrated"))
-    if pool_tokens is not None:
-        a_token = model.token_bytes(pool_dtype, index=index, mtp=mtp)
-        kv_gib = pool_tokens * a_token / GIB
-    rest = sum(t.gib for t in terms)
-    if kv_gib is not None:
-        terms.append(
-            Term(
-                "not accounted for",
-                kv_gib - rest,
-                f"the log's {kv_gib:.2f} GiB of KV - {rest:.2f} by the rule",
-                source("kv_gib"),
-            )
-        )
-    kv = sum(t.gib for t in terms)
-    if kv <= 0 or before - weights_gib < kv:
-        raise DoesNotFit(
-            f"{model.name} on {card.title}: {weights_gib:.2f} GiB of weights and a reserve of "
-            f"{reserve:.2f} GiB leave {rest:.2f} of {card.memory_gib:.2f} GiB for KV"
-            + (f", and {kv_gib:.2f} were asked for" if kv_gib else ""),
-            (
-                f"up to {before - weights_gib:.2f} GiB of KV"
-                if kv_gib and before > weights_gib
-                else f"weights below {before - reserve:.2f} GiB a GPU"
-            ),
-            "Use more GPUs, a smaller checkpoint, a larger card, or a larger memory fraction",
-        )
-    if strategies:
-        chosen = parse_list(strategies)
-    else:
-        chosen = runnable(model, heads, card.compute_capability)
-    # vLLM has taken graphs, page tables and activations off the KV cache already.
-    left = reserve - (sum(t.gib for t in spent) if engine == "sglang" else 0)
-    load_ = context, concurrency
-    capacities = tuple(_capacity(s, model, kv, left, *load_, index, mtp, page_size) for s in chosen)
+    load, model = load or Load(), deployment.model
+    if not 1 <= load.context <= model.max_positions:
+        raise OutOfRange(f"Context {load.context} for {model.name}", f"1 to {model.max_positions}")
+    if load.concurrency < 1:
+        raise OutOfRange(f"{load.concurrency} requests", "1 or more")
+    memory = deployment.memory()
+    chosen = parse_list(strategies) if strategies else [kind() for kind in STRATEGIES.values()]
+    verdicts = [(s, can_run(s, deployment)) for s in chosen]
+    name, colour, order = AS_LAID_OUT
+    own = Label(deployment.layout, f"{deployment.layout}, {name}", colour, order)
     return Budget(
-        model, card, tensor_parallel, engine, *load_, tuple(terms), spent, kv, reserve, capacities
+        deployment,
+        load,
+        memory,
+        _capacity(None, own, "", deployment, load, memory),
+        tuple(
+            _capacity(s, s.tag, verdict.untried, deployment, load, memory)
+            for s, verdict in verdicts
+            if verdict
+        ),
+        tuple(Refused(s.tag, verdict) for s, verdict in verdicts if not verdict),
     )
 
 
-def _check(least: float = 0, **sizes: float | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and not (math.isfinite(size) and size >= least):
-            raise OutOfRange(f"{name} of {size}", f"a finite number, {least} or more")
-    for name in ("weights_gib", "kv_gib", "pool_tokens"):
-        if sizes.get(name) == 0:
-            raise OutOfRange(f"{name} of 0", "above 0")
-
-
-def token_bytes(strategy: Strategy, model: Model, index: bool, mtp: bool) -> int:
-    """Bytes a strategy keeps per token on one GPU: rows of all layers, index keys, MTP layer."""
-    index_layers = model.index_layers + (model.mtp_layers if mtp and model.dsa else 0)
-    mtp_row = model.row_bytes("+".join(strategy.at(model.layers - 1).kinds))
-    return (
-        strategy.token_bytes(model)
-        + (model.mtp_layers * mtp_row if mtp else 0)
-        + (index_layers * model.row_bytes("index") if index and model.dsa else 0)
-    )
-
-
-def _capacity(strategy, model, kv_gib, left_gib, context, concurrency, index, mtp, page_size):
-    a_token = token_bytes(strategy, model, index, mtp)
-    tokens = int(kv_gib * GIB // a_token) // page_size * page_size
-    a_request = -(-context // page_size) * page_size
-    live = min(concurrency, tokens // a_request) * context
-    scratch = strategy.scratch_bytes(model, tokens, live) / GIB
+def _capacity(
+    strategy: Strategy | None, tag: Label, untried: str, at: Deployment, load: Load, memory: Memory
+) -> Capacity:
+    a_token, fixed = at.token_bytes(strategy), at.fixed_bytes(strategy) / GIB
+    rows = at.rows(strategy, memory)
+    tokens = rows * at.decode_context_parallel
+    pages = -(-int(load.context) // at.page_size) * at.page_size
+    share = at.share(load)
+    live = min(share.concurrency, tokens // pages) * share.context
+    scratch = strategy.scratch_bytes(at.model, rows, int(live)) / GIB if strategy else 0.0
+    left = memory.left_gib
     return Capacity(
-        strategy.label,
+        tag,
         a_token,
-        a_token - token_bytes(strategy, model, False, mtp),
+        at.index_bytes(strategy),
+        rows,
         tokens,
-        tokens // a_request,
-        tokens * a_token / GIB,
+        tokens // pages * at.data_parallel,
+        rows * a_token / GIB + fixed,
         scratch,
-        left_gib - scratch,
+        None if left is None else left - scratch,
+        untried,
+        memory.provenance + calibrated(f"KV memory / {a_token:,} B"),
     )
+
+
+def _shared(at: Deployment, pool: Capacity) -> str:
+    """What the GPUs together keep, in words, where it is more than one pool."""
+    said = ""
+    if at.decode_context_parallel > 1:
+        said += f"; DCP {at.decode_context_parallel}: {pool.tokens:,} tokens"
+    if at.pipeline_parallel > 1:
+        layers = " or ".join(str(n) for n in sorted({len(stage) for stage in at.stages}))
+        said += f"; PP {at.pipeline_parallel}: {layers} layers per stage, the larger counts"
+    if at.data_parallel > 1:
+        said += f"; DP {at.data_parallel}: each rank has its own pool, together "
+        said += f"{pool.tokens * at.data_parallel:,} tokens"
+    return said
 
 
 def largest_context(
     plan: Budget, strategy: "str | Strategy", concurrency: int | None = None
 ) -> int:
-    """The longest context that so many requests can each have; 0 where not one token fits."""
-    _check(least=1, concurrency=concurrency)
-    tokens = plan.of(strategy).tokens // (concurrency or plan.concurrency)
-    return min(tokens, plan.model.max_positions)
+    """The longest context for this many concurrent requests; 0 if nothing fits."""
+    concurrency = plan.load.concurrency if concurrency is None else concurrency
+    if concurrency < 1:
+        raise OutOfRange(f"{concurrency} requests", "1 or more")
+    at = plan.deployment
+    tokens = plan.of(strategy).tokens // -(-concurrency // at.data_parallel)
+    return min(tokens // at.page_size * at.page_size, at.model.max_positions)
 
 
-def cards_for(
-    model: "Model | str", strategy: "str | Strategy", concurrency: int, context: int, **options
-) -> pd.DataFrame:
-    """Every known card, smallest first: tokens, requests, and whether the wanted load fits.
+def cards_for(deployment: Deployment, strategy: "str | Strategy", load: Load) -> pd.DataFrame:
+    """Every known card, smallest first: tokens, requests, and whether the load fits there.
 
-    `options` are those of `budget`. The first row with `fits` is the smallest card.
+    The same checkpoint, spread and engine on each card; a KV size, pool or memory that a log gave
+    of one card is left out, and a typed fraction is kept. The first row with `fits` is the smallest
+    card.
     """
     rows = []
     for card in sorted(map(machine.card, machine.known_cards()), key=lambda c: c.memory_mib):
+        capacity, why = None, ""
         try:
-            plan = budget(
-                model,
-                card,
-                strategies=[strategy],
-                context=context,
-                concurrency=concurrency,
-                **options,
-            )
-            capacity, why = plan.capacities[0], ""
-        except DoesNotFit as error:
-            capacity, why = None, error.what
-        fits = capacity is not None and capacity.fits and capacity.requests >= concurrency
+            plan = budget(deployment.on(card), load, [strategy])
+            capacity = plan.of(strategy)
+        except (DoesNotFit, CannotRun) as error:
+            why = error.what
+        fits = capacity is not None and capacity.fits and capacity.requests >= load.concurrency
         if capacity and not fits:
-            why = f"holds {capacity.requests} requests of {context} tokens, wanted {concurrency}"
+            why = f"holds {capacity.requests} requests of {load.context:,.0f} tokens"
+            why += f", wanted {load.concurrency}"
         rows.append(
             {
                 "card": card.name,

@@ -9,6 +9,7 @@ another's default.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -131,8 +132,8 @@ class Deployment:
     `tensor_parallel` counts as the engine does: SGLang's DP attention splits `data_parallel` ranks
     out of it, vLLM's ranks are GPUs of their own. `page_size` is in tokens. `mtp` adds the cache of
     the model's MTP layers. `pool_tokens` are slots of one GPU's pool and `kv_gib` its bytes, where
-    a log or a user gave them; else the engine's rule says. `given` holds the provenance of each
-    field that was not derived.
+    a log or a user gave them; else the engine's rule says. `given` holds the provenance of what a
+    log, a publication or a user gave, `derived` of what was worked out for this deployment.
     """
 
     model: Model
@@ -154,10 +155,12 @@ class Deployment:
     kv_gib: float | None = None
     pool_tokens: int | None = None
     given: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
+    derived: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
 
     def provenance(self, name: str) -> Provenance:
         """Where a field's value comes from."""
-        return self.given.get(name) or assumed("the lab's default")
+        known = self.given.get(name) or self.derived.get(name)
+        return known or assumed("the lab's default")
 
     # How the model is spread.
 
@@ -194,34 +197,37 @@ class Deployment:
 
     # What a token costs, on the GPU that keeps the most.
 
-    def token_bytes(self, strategy=None, *, index: bool = True) -> int:
+    def token_bytes(self, strategy=None) -> int:
         """Bytes per slot of one GPU's pool: rows, index keys, MTP layer; `None`: as laid out.
 
         Of pipeline stages, the one that keeps the most.
         """
-        return max(self._stage_bytes(stage, strategy, index) for stage in self.stages)
+        return sum(self._bytes(strategy))
 
-    def index_bytes(self) -> int:
+    def index_bytes(self, strategy=None) -> int:
         """Of `token_bytes`, the DSA index keys."""
-        return self.token_bytes() - self.token_bytes(index=False)
+        return self._bytes(strategy)[1]
 
-    def _stage_bytes(self, stage: range, strategy, index: bool) -> int:
-        model, mtp = self.model, self.model.mtp_layers if self.mtp else 0
-        last = stage.stop == model.layers
-        layers = [*stage, *[model.layers - 1] * (mtp if last else 0)]
-        index_layers = self._index_layers(stage) + (mtp if last and self.index_layers else 0)
-        return sum(self._row_bytes(strategy, layer) for layer in layers) + (
-            index_layers * model.row_bytes("index") if index and model.dsa else 0
-        )
+    def _bytes(self, strategy) -> tuple[int, int]:
+        """Bytes of rows and of index keys, of the stage that keeps the most."""
+        return max((self._stage_bytes(stage, strategy) for stage in self.stages), key=sum)
 
-    def _row_bytes(self, strategy, layer: int) -> int:
-        stored = LAYOUTS[self.layout]
+    def _stage_bytes(self, stage: range, strategy) -> tuple[int, int]:
+        model, stored = self.model, LAYOUTS[self.layout]
+        mtp = self.model.mtp_layers if self.mtp and stage.stop == model.layers else 0
+        layers = [*stage, *[model.layers - 1] * mtp]
         if strategy is None:
-            return self.model.row_bytes(stored)
-        # A strategy's FP8 rows lie as the engine lays a quantised row out.
-        quantised = "fp8" if self.layout == "bf16" else stored
-        kinds = strategy.at(layer).kinds
-        return sum(self.model.row_bytes(quantised if k == "fp8" else k) for k in kinds)
+            rows = len(layers) * model.row_bytes(stored)
+        else:
+            # A strategy's FP8 rows lie as the engine lays a quantised row out.
+            quantised = "fp8" if stored == "bf16" else stored
+            kinds = Counter(kind for i in layers for kind in strategy.at(i).kinds)
+            rows = sum(
+                count * model.row_bytes(quantised if kind == "fp8" else kind)
+                for kind, count in kinds.items()
+            )
+        index = self._index_layers(stage) + (mtp if self.index_layers else 0)
+        return rows, index * model.row_bytes("index") if model.dsa else 0
 
     def _index_layers(self, stage: range) -> int:
         """Layers of a stage with index keys: the model's own, or a log's count spread evenly."""
@@ -241,12 +247,35 @@ class Deployment:
         """
         return _memory(self)
 
-    def rows(self, strategy=None) -> int:
-        """Slots of one GPU's pool, in whole pages: as given for the layout, else what KV holds."""
-        if self.pool_tokens is not None and strategy is None:
+    def rows(self, strategy=None, memory: Memory | None = None) -> int:
+        """Slots of one GPU's pool, in whole pages.
+
+        `pool_tokens` for a strategy that keeps just the rows as they are laid out, where given;
+        else what the KV memory holds beside the strategy's own buffers.
+        """
+        a_token, fixed = self.token_bytes(strategy), self.fixed_bytes(strategy)
+        if self.pool_tokens is not None and not fixed and a_token == self.token_bytes():
             return self.pool_tokens
-        held = int(self.memory().kv_gib * GIB + 1e-3) - self.fixed_bytes(strategy)
-        return max(0, held) // self.token_bytes(strategy) // self.page_size * self.page_size
+        kv_gib = (memory or self.memory()).kv_gib
+        held = max(0, int(kv_gib * GIB + 1e-3) - fixed)
+        return held // a_token // self.page_size * self.page_size
+
+    def on(self, card: Card) -> Deployment:
+        """The same on another card, without what was seen of this one's memory."""
+        fraction = self.memory_fraction if "memory_fraction" in self.given else None
+        own = ("kv_gib", "pool_tokens", "before_weights_gib", "graphs_gib", "activations_gib")
+        given = {n: p for n, p in self.given.items() if n not in own}
+        made = replace(
+            self,
+            card=card,
+            kv_gib=None,
+            pool_tokens=None,
+            before_weights_gib=0.0,
+            graphs_gib=0.0,
+            activations_gib=0.0,
+            given=given,
+        )
+        return made if fraction else _with_fraction(made)
 
     def fixed_bytes(self, strategy=None) -> int:
         """Bytes of a strategy's own buffers beside the pool, whatever its size."""
@@ -303,17 +332,18 @@ def deployment(
     pool_tokens: int | None = None,
     index_layers: int | None = None,
     page_size: int | None = None,
-    engine: str = "sglang",
+    engine: str | None = None,
     given: Mapping[str, Provenance] | None = None,
     **options,
 ) -> Deployment:
     """A deployment from names, a config.json (path, folder or dict), or the objects themselves.
 
-    `options` are `Deployment`'s other fields. `weights_gib` is per GPU, as logs print it; without
-    it the weights are estimated from the config. `given` says where values come from that a log or
-    a publication gave, by the name of the argument; what is typed is assumed. Raises `UnknownName`,
-    `OutOfRange`, `BadFile`.
+    `options` are `Deployment`'s other fields; None is the default of each. `weights_gib` is per
+    GPU, as logs print it; without it the weights are estimated from the config. `given` says where
+    values come from that a log or a publication gave, by the name of the argument; what is typed is
+    assumed. Raises `UnknownName`, `OutOfRange`, `BadFile`.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     typed = model if isinstance(model, str) else None
     model = load_model(model)
     card = machine.card(card) if isinstance(card, str) else card
@@ -322,11 +352,11 @@ def deployment(
     known |= {"index_layers": index_layers, "page_size": page_size, **options}
     words = {name: assumed("as typed") for name, value in known.items() if value is not None}
     words |= given or {}
+    engine = engine or "sglang"
     if index_layers is None:
         index_layers = model.index_layers
     if page_size is None:  # SGLang's pool for models with an index has pages of 64
         page_size = 64 if model.dsa and engine == "sglang" else 1
-        words["page_size"] = assumed(f"{engine}'s for {'DSA' if model.dsa else 'MLA'} models")
     blank = Checkpoint(model.name, "", None, None, None, assumed())
     made = Deployment(
         model,
@@ -339,12 +369,14 @@ def deployment(
         kv_gib=kv_gib,
         pool_tokens=pool_tokens,
         given=words,
+        derived={}
+        if "page_size" in words
+        else {"page_size": assumed("the engine's, by the model")},
         **options,
     )
     _check(made, weights_gib)
     if memory_fraction is None:
-        fraction, why = default_fraction(made)
-        made = replace(made, memory_fraction=fraction, given={"memory_fraction": why, **words})
+        made = _with_fraction(made)
     name = typed.rpartition("/")[2] if typed and not Path(typed).exists() else model.name
     kinds = model.quantisations if quantisation is None else (quantisation,)
     found = [_checkpoint(made, name, kind, weights_gib) for kind in kinds or ("",)]
@@ -385,6 +417,7 @@ def published_deployment(
         words["before_weights_gib"] = assumed(
             f"{entry['free_before_gib']} GiB free before loading; {entry['free_before_note']}"
         )
+    changes = {name: value for name, value in changes.items() if value is not None}
     words = {n: p for n, p in words.items() if n not in changes}
     made = deployment(entry["model"], chosen, given=words, **{**seen, **changes})
     checkpoint = replace(made.checkpoint, name=entry.get("checkpoint", made.checkpoint.name))
@@ -432,6 +465,11 @@ def _check(made: Deployment, weights_gib: float | None) -> None:
             f"{made.decode_context_parallel} DCP ranks of {made.attention_parallel} GPUs",
             "a number that divides the GPUs that share one request's attention",
         )
+
+
+def _with_fraction(made: Deployment) -> Deployment:
+    fraction, why = default_fraction(made)
+    return replace(made, memory_fraction=fraction, derived={**made.derived, "memory_fraction": why})
 
 
 def default_fraction(made: Deployment) -> tuple[float, Provenance]:
@@ -496,25 +534,37 @@ def estimate(made: Deployment, kind: str) -> tuple[float | None, Provenance]:
 
 
 def _chosen(made: Deployment, found: list[Checkpoint]) -> Checkpoint:
-    """The widest checkpoint that leaves room for KV, where the name does not say which."""
+    """One of a model's checkpoints, where nobody said which, and why that one.
+
+    Where the weights are known, the one whose estimate is nearest; else the widest that leaves
+    room for KV (for as much as was given).
+    """
     if len(found) == 1:
         return found[0]
-    reserve = (1 - made.memory_fraction) * made.card.memory_gib + made.before_weights_gib
-    fits = [c for c in found if (c.weights_gib or 0) + reserve < made.card.memory_gib]
-    chosen = fits[0] if fits else found[-1]
-    why = "the widest that fits" if fits else "the smallest, and none fits"
     others = ", ".join(c.quantisation for c in found)
-    how = f"{chosen.quantisation.upper()} is {why} of its published checkpoints ({others})"
+    estimates = {c: estimate(made, c.quantisation)[0] for c in found}
+    if "weights_gib" in made.given:
+        seen = found[0].weights_gib
+        chosen = min(found, key=lambda c: abs((estimates[c] or math.inf) - seen))
+        why = f"of its published checkpoints ({others}) the one whose estimate is nearest"
+    else:
+        reserve = (1 - made.memory_fraction) * made.card.memory_gib + made.before_weights_gib
+        room = made.card.memory_gib - max(reserve, _wanted(made)[0] or 0)
+        fits = [c for c in found if (estimates[c] or 0) < room]
+        chosen = fits[0] if fits else found[-1]
+        why = "the widest that fits" if fits else "the smallest, and none fits,"
+        why += f" of its published checkpoints ({others})"
+    word = chosen.quantisation.upper()
+    how = f"{chosen.provenance.how}; {word} is {why}"
     return replace(
-        chosen,
-        name=f"{chosen.name}-{chosen.quantisation}",
-        provenance=replace(chosen.provenance, how=f"{chosen.provenance.how}; {how}"),
+        chosen, name=f"{chosen.name}-{word}", provenance=replace(chosen.provenance, how=how)
     )
 
 
 def _memory(made: Deployment) -> Memory:
     card, checkpoint, fraction = made.card, made.checkpoint, made.memory_fraction
     weights, before = checkpoint.weights_gib, card.memory_gib - made.before_weights_gib
+    sure = "weights_gib" in made.given
     pages_gib = 4 * REQUEST_ROWS * made.model.max_positions / GIB
     pages = f"4 B x {REQUEST_ROWS} requests x {made.model.max_positions} positions"
     spent = (
@@ -528,7 +578,12 @@ def _memory(made: Deployment) -> Memory:
         Term("before weights", 0 - made.before_weights_gib, made.provenance("before_weights_gib")),
     ]
     wanted, said = _wanted(made)
-    if weights is None:
+    if wanted is not None and wanted > before:
+        raise DoesNotFit(
+            f"{wanted:.2f} GiB of KV on {card.title}", f"below its {before:.2f} GiB before weights"
+        )
+    # An estimate does not overrule a KV size that somebody saw: the server then loads another one.
+    if weights is None or (wanted is not None and not sure and before - weights < wanted):
         if wanted is None:
             raise NoAnswer(
                 f"How much of each GPU {made.model.name}'s weights take is not known: "
@@ -543,7 +598,7 @@ def _memory(made: Deployment) -> Memory:
     else:
         reserve = (1 - fraction) * card.memory_gib
         rule = f"(1 - {fraction}) x {card.memory_gib:.2f} of the card"
-        terms += [Term(t.name, -t.gib, t.provenance) for t in spent]
+        terms += [Term(t.name, 0 - t.gib, t.provenance) for t in spent]
         spent = ()  # vLLM takes them off the KV cache, not off the reserve
     by_rule = calibrated(rule) + made.provenance("memory_fraction")
     terms.append(Term("reserve", -reserve, replace(by_rule, how=rule)))
@@ -552,9 +607,7 @@ def _memory(made: Deployment) -> Memory:
         gap = f"{wanted:.2f} GiB of KV as given - {rest:.2f} by {made.engine}'s rule"
         terms.append(Term("not accounted for", wanted - rest, replace(said, how=gap)))
     kv = sum(t.gib for t in terms)
-    # An estimate of the weights does not overrule a KV size that somebody saw.
-    sure = "weights_gib" in made.given
-    if kv <= 0 or (wanted is not None and sure and before - weights < kv):
+    if kv <= 0 or (wanted is not None and before - weights < kv):
         raise DoesNotFit(
             f"{made}: {weights:.2f} GiB of weights ({checkpoint.provenance}) and a reserve of "
             f"{reserve:.2f} GiB leave {rest:.2f} of {card.memory_gib:.2f} GiB for KV"

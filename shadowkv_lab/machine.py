@@ -71,8 +71,8 @@ class Holder(NamedTuple):
 
 
 def card(name: str) -> Card:
-    """The card `name` of data/gpus; raises `UnknownName` with the nearest."""
-    return facts.find("gpus", "GPU", name, "Or add a file under data/gpus", Card)
+    """The card `name` of data/gpus, or that the driver calls so; raises `UnknownName`."""
+    return card_of(name) or facts.find("gpus", "GPU", name, "Or add a file under data/gpus", Card)
 
 
 def known_cards() -> list[str]:

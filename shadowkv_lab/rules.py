@@ -1,4 +1,4 @@
-"""Which attention backend can serve an MLA model on a GPU, and if not, which rule forbids it.
+"""Who can serve an MLA model on a GPU: attention backends, and the lab's strategies (`can_run`).
 
 The rules are data (`data/rules/attention_backends.json`): each names its library, the versions
 that it holds for, its reason in one sentence and its source. They change with versions, so every
@@ -20,9 +20,14 @@ from itertools import product
 from typing import NamedTuple
 
 from shadowkv_lab import facts
+from shadowkv_lab.deployment import LAYOUTS, Deployment
 from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
+from shadowkv_lab.model import Model
 
-KV_DTYPES = ("bf16", "fp8_e4m3", "packed_656")
+KV_DTYPES = ("bf16", "fp8_e4m3", "packed_656", "fp8_e5m2", "packed_432")
+# The rules' words for a deployment's layouts; flat ones have the same.
+PACKED = {"fp8_ds_mla": "packed_656", "nvfp4_ds_mla": "packed_432"}
+NOT_TRIED = "no-cuda-capability"
 PAGE_SIZES = (1, 16, 32, 64, 128)  # tried by `runs_if`
 COLUMNS = ("backend", "runs", "why_not", "runs_if", "library", "source", "note")
 
@@ -33,13 +38,13 @@ AsOf = date | str | Mapping[str, str] | None
 class Serving:
     """What a rule looks at: a model's rows and heads on one GPU.
 
-    `heads` are query heads a GPU; `page_size` is in tokens. `kv_dtype` is how rows lie in the
-    cache: flat "bf16" or "fp8_e4m3", or "packed_656", the 656-byte rows of sparse kernels. `dsa`
-    says that the model has a sparse-attention index (`Model.dsa`). Raises `UnknownName` or
-    `OutOfRange`.
+    `heads` are query heads per GPU; `page_size` is in tokens. `kv_dtype` is how rows lie in the
+    cache: flat "bf16", "fp8_e4m3" or "fp8_e5m2", or "packed_656" and "packed_432", the rows of
+    sparse kernels. `dsa` says that the model has a sparse-attention index (`Model.dsa`). Raises
+    `UnknownName` or `OutOfRange`.
     """
 
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
     kv_dtype: str
     heads: int
     page_size: int
@@ -55,6 +60,27 @@ class Serving:
             if getattr(self, name) < 1:
                 raise OutOfRange(f"{name} is {getattr(self, name)}", "1 or more")
 
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        compute_capability: tuple[int, int] | None,
+        kv_dtype: str,
+        heads: int,
+        page_size: int,
+    ) -> "Serving":
+        """A model's rows, with `heads` query heads on a GPU."""
+        return cls(
+            compute_capability,
+            kv_dtype,
+            heads,
+            page_size,
+            model.qk_nope_head_dim,
+            model.kv_lora_rank,
+            model.qk_rope_head_dim,
+            model.dsa,
+        )
+
     @property
     def cc_major(self) -> int:
         """12 for compute capability 12.0."""
@@ -66,8 +92,8 @@ class Serving:
         return 10 * self.compute_capability[0] + self.compute_capability[1]
 
 
-class Verdict(NamedTuple):
-    """One rule that forbids a backend."""
+class Broken(NamedTuple):
+    """One rule that a serving breaks, and that so forbids a backend."""
 
     rule: str
     backend: str
@@ -91,6 +117,28 @@ class Verdict(NamedTuple):
         return " ".join(filter(None, (said, self.other and f"But: {self.other}", self.remedy)))
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a strategy can run in a deployment; true or false as itself.
+
+    `reason` says why it cannot, in sentences, from the rules in `broken` where backends' rules
+    forbid it. `untried` says what was never run where it can: compiled, or plain arithmetic.
+    """
+
+    ok: bool
+    reason: str = ""
+    untried: str = ""
+    broken: tuple[Broken, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where the rules were read or reported, each once."""
+        return tuple(dict.fromkeys(rule.source for rule in self.broken))
+
+
 @cache
 def book() -> dict:
     """The rule file: `releases`, `backends` and `rules`."""
@@ -102,21 +150,21 @@ def backends() -> tuple[str, ...]:
     return tuple(backend["name"] for backend in book()["backends"])
 
 
-def check(backend: str, serving: Serving, as_of: AsOf = None) -> list[Verdict]:
+def check(backend: str, serving: Serving, as_of: AsOf = None) -> list[Broken]:
     """The rules that forbid `backend` this serving; an empty list means that none does.
 
     `as_of` is a day (`date`, "2026-02" or "2026-02-28", the whole month counts), or versions
     such as `{"flashinfer": "0.6.18"}` with the newest read for libraries not named. Raises
     `UnknownName` for an unknown backend, `LabError` for a day or version older than those read.
     """
-    entry = {b["name"]: b for b in book()["backends"]}.get(backend)
-    if entry is None:
-        raise UnknownName("attention backend", backend, backends())
+    entry = entry_of(backend)
+    if serving.compute_capability is None:
+        return [_not_tried(backend, entry["library"])]
     versions = _versions(as_of)
     if versions[entry["library"]] is None:
         return [_unreleased(backend, entry["library"])]
     return [
-        _verdict(rule, backend)
+        _broken(rule, backend)
         for rule in book()["rules"]
         if backend in rule["backends"]
         and _in_force(rule, versions[rule["library"]])
@@ -125,12 +173,85 @@ def check(backend: str, serving: Serving, as_of: AsOf = None) -> list[Verdict]:
     ]
 
 
+def can_run(strategy, deployment: Deployment, as_of: AsOf = None) -> Verdict:
+    """Whether a strategy can serve a deployment: the one answer that tables, predictions, the
+    budget and the applications go by.
+
+    Of `strategy` it reads `at(layer)`, and of each layer's `kinds` (what it keeps), `reads` (what
+    its attention takes) and `backend` (the only one that can read it, if so). Whether this machine
+    has the libraries and the memory is another question: `steps.measure.check`.
+
+    >>> from shadowkv_lab.deployment import deployment
+    >>> from shadowkv_lab.strategies import parse
+    >>> can_run(parse("fused_fp8"), deployment("GLM-5-NVFP4", "h200", tensor_parallel=16)).reason
+    'The kernel is written for 8 to 128 query heads a GPU.'
+    """
+    layers = dict.fromkeys(strategy.at(i) for i in range(deployment.model.layers))
+    return _all([_of_layer(s, deployment, as_of) for s in layers])
+
+
+def _all(verdicts: list[Verdict]) -> Verdict:
+    """One verdict for layers that differ: the first that forbids, else all that was not tried."""
+    for verdict in verdicts:
+        if not verdict.ok:
+            return verdict
+    return Verdict(True, "", "; ".join(dict.fromkeys(v.untried for v in verdicts if v.untried)))
+
+
+def _of_layer(strategy, deployment: Deployment, as_of: AsOf) -> Verdict:
+    card, layout, untried = deployment.card, deployment.layout, []
+    if "fp8" in strategy.kinds:
+        if layout == "bf16":
+            return Verdict(False, "The pool is BF16: it has no FP8 rows to cast, mirror or read.")
+        if layout in PACKED:
+            return Verdict(False, _only_sparse(deployment, as_of))
+        if layout == "fp8_e5m2" and strategy.backend is None:
+            untried.append("its times are those of e4m3 rows, of as many bytes")
+    if card.compute_capability is None:
+        untried.append(f"nothing of the lab was run on an AMD card such as {card.title}")
+    if strategy.backend:
+        quantised = layout if layout in KV_DTYPES and layout != "bf16" else "fp8_e4m3"
+        kv_dtype = "bf16" if strategy.reads == "bf16" else quantised
+        own = deployment.heads, deployment.page_size
+        serving = Serving.of(deployment.model, card.compute_capability, kv_dtype, *own)
+        broken = check(strategy.backend, serving, as_of)
+        if any(not rule.disputed for rule in broken):
+            return Verdict(False, " ".join(map(str, broken)), "", tuple(broken))
+        untried += [str(rule) for rule in broken]
+        ran_on = entry_of(strategy.backend).get("ran_on")
+        if ran_on and serving.cc_major not in ran_on:
+            untried.append(f"its kernel was compiled for {card.sm} and never run on one")
+    return Verdict(True, "", "; ".join(untried))
+
+
+def _only_sparse(deployment: Deployment, as_of: AsOf) -> str:
+    """Why packed rows are not for the lab's strategies, and whose they are."""
+    layout = deployment.layout
+    said = (
+        f"The rows are packed ({layout}, {deployment.model.row_bytes(LAYOUTS[layout])} B): scales "
+        "and a BF16 part lie among the values, and a dense kernel reads flat rows."
+    )
+    own = deployment.card.compute_capability, PACKED[layout]
+    serving = Serving.of(deployment.model, *own, deployment.heads, deployment.page_size)
+    who = [name for name in backends() if not check(name, serving, as_of)]
+    return f"{said} {', '.join(who) or 'No backend that the lab has rules for'} can read them here."
+
+
+def entry_of(backend: str) -> dict:
+    """A backend's entry in the book; raises `UnknownName`."""
+    entry = {b["name"]: b for b in book()["backends"]}.get(backend)
+    if entry is None:
+        raise UnknownName("attention backend", backend, backends())
+    return entry
+
+
 def compatibility(serving: Serving, as_of: AsOf = None):
     """One row a backend, as a DataFrame with `COLUMNS`.
 
-    `runs` is "yes", "no", or "disputed" where only reported rules forbid it. `why_not` joins the
-    rules that fail and, where sources disagree, both views. `runs_if` is the smallest change of
-    KV dtype and page size that would satisfy every rule ("" if none does, or none is needed).
+    `runs` is "yes", "no", "disputed" where only reported rules forbid it, or "not tried".
+    `why_not` joins the rules that fail and, where sources disagree, both views. `runs_if` is the
+    smallest change of KV dtype and page size that would satisfy every rule ("" if none does, or
+    none is needed).
     """
     import pandas as pd
 
@@ -141,6 +262,8 @@ def compatibility(serving: Serving, as_of: AsOf = None):
         runs = "yes" if not verdicts else "no"
         if verdicts and all(v.disputed for v in verdicts):
             runs = "disputed"
+        elif any(v.rule == NOT_TRIED for v in verdicts):
+            runs = "not tried"
         rows.append(
             {
                 "backend": entry["name"],
@@ -220,9 +343,9 @@ def _holds(serving: Serving, conditions: dict) -> bool:
     return True
 
 
-def _verdict(rule: dict, backend: str) -> Verdict:
+def _broken(rule: dict, backend: str) -> Broken:
     version = f"{rule['since']} to before {rule['until']}" if "until" in rule else ""
-    return Verdict(
+    return Broken(
         rule["id"],
         backend,
         rule["reason"],
@@ -235,9 +358,21 @@ def _verdict(rule: dict, backend: str) -> Verdict:
     )
 
 
-def _unreleased(backend: str, library: str) -> Verdict:
+def _not_tried(backend: str, library: str) -> Broken:
+    return Broken(
+        NOT_TRIED,
+        backend,
+        "Not tried: an AMD card has no CUDA compute capability, and no rules were looked up.",
+        library,
+        "all",
+        "this repository: the rules are of NVIDIA's cards",
+        "read",
+    )
+
+
+def _unreleased(backend: str, library: str) -> Broken:
     first, day = next(iter(book()["releases"][library].items()))
-    return Verdict(
+    return Broken(
         "not-released",
         backend,
         f"{library} {first} is of {day}.",

@@ -5,11 +5,17 @@ import re
 from datetime import date
 
 import pytest
+from own_strategy import hot_set
 
-from shadowkv_lab import rules
+from shadowkv_lab import machine, rules
+from shadowkv_lab.budget import budget
+from shadowkv_lab.deployment import LAYOUTS, deployment
 from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
 from shadowkv_lab.facts import DATA
-from shadowkv_lab.rules import Serving, check, compatibility
+from shadowkv_lab.model import known_models, load_model
+from shadowkv_lab.rules import Serving, can_run, check, compatibility
+from shadowkv_lab.steps.predict import predict_all
+from shadowkv_lab.strategies import STRATEGIES, parse
 
 BOOK = json.loads((DATA / "rules" / "attention_backends.json").read_text())
 RULES = pytest.mark.parametrize("rule", BOOK["rules"], ids=lambda rule: rule["id"])
@@ -231,3 +237,81 @@ def test_bad_questions_are_named():
         check("flashmla", R1, "2026-13")
     with pytest.raises(LabError, match="not a day"):
         check("flashmla", R1, "last week")
+
+
+def spreads(model):
+    """TP as far as it divides the heads, to fewer than any kernel takes; and DP attention."""
+    for size in (1, 4, 8, 16, 64):
+        if model.heads % size == 0:
+            yield dict(tensor_parallel=size)
+    yield dict(tensor_parallel=8, data_parallel=4)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_what_is_refused_has_a_reason_and_nothing_else(name):
+    """All cards, spreads, layouts and strategies: no capacity and no prediction for a refused one.
+
+    And the other way round: what has none is refused, so that nothing vanishes in silence.
+    """
+    model = load_model(name)
+    with hot_set() as own:  # a user's strategy is asked the same way
+        strategies = [kind() for kind in STRATEGIES.values()] + [parse("shadow(layers=3)")]
+        assert own.name in STRATEGIES
+        for card in map(machine.card, machine.known_cards()):
+            for spread in spreads(model):
+                for layout in LAYOUTS:
+                    at = deployment(model, card, kv_gib=10, layout=layout, **spread)
+                    verdicts = {s.label: can_run(s, at) for s in strategies}
+                    allowed = {label for label, verdict in verdicts.items() if verdict}
+                    assert all(v.reason for v in verdicts.values() if not v)
+                    assert all(not v.reason for v in verdicts.values() if v)
+                    plan = budget(at, strategies=strategies)
+                    assert {c.strategy.label for c in plan.capacities} == allowed
+                    assert {r.strategy.label for r in plan.refused} == set(verdicts) - allowed
+                flat = deployment(model, card, **spread)
+                setting = flat.setting(pool_tokens=65_536)
+                ranked = {step.strategy.label for step in predict_all(setting, card)}
+                assert ranked == {n for n, kind in STRATEGIES.items() if can_run(kind(), flat)}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "at", "allowed"),
+    [
+        # By the library's own code: fa3's FP8 on SM90 alone, the lab's kernel from 8 heads on.
+        ("native_fp8", dict(card="h200"), True),
+        ("native_fp8", dict(card="h20"), True),
+        ("native_fp8", dict(card="b200"), False),
+        ("native_fp8", dict(card="h200", layout="fp8_e5m2"), False),
+        ("fused_fp8", dict(card="h200", tensor_parallel=16), False),  # 4 heads
+        ("fused_fp8", dict(card="h200", tensor_parallel=16, data_parallel=16), True),  # 64
+        ("fused_fp8", dict(card="h200", layout="fp8_e5m2"), False),
+        ("full_cast", dict(card="h200", layout="fp8_e5m2"), True),
+        ("full_cast", dict(card="h200", layout="fp8_ds_mla"), False),
+        ("full_cast", dict(card="h200", layout="bf16"), False),
+        ("bf16_pool", dict(card="h200", layout="nvfp4_ds_mla"), True),
+        ("shadow", dict(card="mi355x"), True),
+        ("fused_fp8", dict(card="mi355x"), False),
+    ],
+)
+def test_who_can_run(strategy, at, allowed):
+    assert bool(can_run(parse(strategy), deployment("glm-5", **at))) == allowed
+
+
+def test_verdicts_say_who_can_and_what_was_not_tried():
+    packed = can_run(parse("full_cast"), deployment("glm-5", layout="fp8_ds_mla"))
+    assert "656 B" in packed.reason and "flashinfer_sparse_mla" in packed.reason
+    unread = can_run(parse("full_cast"), deployment("glm-5.2", layout="nvfp4_ds_mla"))
+    assert "No backend that the lab has rules for" in unread.reason
+    fused = can_run(parse("fused_fp8"), deployment("glm-5"))
+    assert fused and "compiled for SM120" in fused.untried
+    assert not can_run(parse("fused_fp8"), deployment("glm-5", "h200")).untried
+    assert "AMD" in can_run(parse("bf16_pool"), deployment("glm-5", "mi300x")).untried
+    four = can_run(parse("fused_fp8"), deployment("glm-5", "h200", tensor_parallel=16))
+    assert [rule.rule for rule in four.broken] == ["lab-fused-heads"] and four.sources
+    # One layer that cannot run stops the whole strategy.
+    assert not can_run(parse("shadow(layers=3)"), deployment("glm-5", layout="bf16"))
+
+
+def test_no_backend_was_tried_on_an_amd_card():
+    table = compatibility(Serving(None, "fp8_e4m3", 8, 64, 192, dsa=True))
+    assert set(table.runs) == {"not tried"} and all(table.why_not)

@@ -29,8 +29,13 @@ def doctor(
 def rules(
     model: Model = "glm-5",
     gpu: Annotated[str, typer.Option(help="A card of data/gpus.")] = "rtx-pro-6000-server",
-    kv_dtype: Annotated[str, typer.Option(help="bf16, fp8_e4m3 or packed_656.")] = "fp8_e4m3",
-    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    kv_dtype: Annotated[
+        str, typer.Option(help="bf16, fp8_e4m3, fp8_e5m2, packed_656 or packed_432.")
+    ] = "fp8_e4m3",
+    tensor_parallel: int = 8,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads per GPU, instead of tensor_parallel.")
+    ] = None,
     page_size: int = 64,
     as_of: Annotated[str | None, typer.Option(help="A day or month, such as 2026-02.")] = None,
     as_json: AsJson = False,
@@ -40,19 +45,10 @@ def rules(
     from shadowkv_lab.model import load_model
 
     shape = load_model(model)
-    table = rules.compatibility(
-        rules.Serving(
-            compute_capability=machine.card(gpu).compute_capability,
-            kv_dtype=kv_dtype,
-            heads=heads or shape.heads_per_gpu(8),
-            page_size=page_size,
-            dsa=shape.dsa,
-            qk_nope_head_dim=shape.qk_nope_head_dim,
-            kv_lora_rank=shape.kv_lora_rank,
-            qk_rope_head_dim=shape.qk_rope_head_dim,
-        ),
-        as_of,
-    )
+    heads = heads or shape.heads_per_gpu(tensor_parallel)
+    capability = machine.card(gpu).compute_capability
+    serving = rules.Serving.of(shape, capability, kv_dtype, heads, page_size)
+    table = rules.compatibility(serving, as_of)
     if as_json:
         typer.echo(table.to_json(orient="records", indent=1))
         return

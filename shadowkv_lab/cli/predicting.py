@@ -70,11 +70,22 @@ PRINTED = {
 
 @app.command()
 def budget(
-    model: Model = "glm-5",
-    gpu: Gpu = CASE_GPU,
-    tensor_parallel: int = 8,
+    model: Annotated[str | None, typer.Option(help="A name, or a config.json.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A card of data/gpus.")] = None,
+    tensor_parallel: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+    data_parallel: Annotated[int | None, typer.Option(help="DP attention ranks.")] = None,
+    pipeline_parallel: int | None = None,
+    decode_context_parallel: int | None = None,
+    layout: Annotated[
+        str | None, typer.Option(help="fp8_e4m3, fp8_e5m2, bf16, fp8_ds_mla or nvfp4_ds_mla.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Default: the engine's.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Whose rule: sglang or vllm.")] = None,
+    quantisation: Annotated[str | None, typer.Option(help="Of the checkpoint.")] = None,
     weights_gib: Annotated[float | None, typer.Option(help="Per GPU, as logs print it.")] = None,
-    mem_fraction_static: float | None = None,
+    mem_fraction_static: Annotated[
+        float | None, typer.Option(help="Or vLLM's gpu_memory_utilization.")
+    ] = None,
     context: int = 1024,
     concurrency: int = 1,
     kv_gib: Annotated[float | None, typer.Option(help="The KV size of a log.")] = None,
@@ -86,33 +97,45 @@ def budget(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what fits: memory term by term, and each strategy's tokens and requests."""
+    """Say what fits: memory term by term, and each strategy's tokens and requests.
+
+    Without a model, a card or a log it is the GLM-5 report's server.
+    """
     from shadowkv_lab import budget
+    from shadowkv_lab.deployment import deployment, published_deployment
+    from shadowkv_lab.load import Load
     from shadowkv_lab.server import logs
 
     options = dict(
         tensor_parallel=tensor_parallel,
+        data_parallel=data_parallel,
+        pipeline_parallel=pipeline_parallel,
+        decode_context_parallel=decode_context_parallel,
+        layout=layout,
+        page_size=page_size,
+        engine=engine,
+        quantisation=quantisation,
         weights_gib=weights_gib,
-        mem_fraction_static=mem_fraction_static,
-        context=context,
-        concurrency=concurrency,
+        memory_fraction=mem_fraction_static,
         kv_gib=kv_gib,
-        index=index,
-        mtp=mtp,
+        index_layers=None if index else 0,
+        mtp=mtp or None,
     )
-    if smallest_card:
-        for name in ("context", "concurrency"):
-            options.pop(name)
-        table = budget.cards_for(model, smallest_card, concurrency, context, **options)
-        _print(table, as_json)
-        return
+    load = Load(concurrency, context)
     if log:
         found = logs.parse(log)
-        plan = logs.from_log(found, model, gpu, **options)
+        plan = logs.from_log(found, model or "glm-5", gpu or CASE_GPU, load=load, **options)
         if found.missing and not as_json:
             console.print(f"not in the log: {', '.join(found.missing)}")
     else:
-        plan = budget.budget(model, gpu, **options)
+        if model is None and gpu is None:
+            at = published_deployment("case", **options)
+        else:
+            at = deployment(model or "glm-5", gpu or CASE_GPU, **options)
+        if smallest_card:
+            _print(budget.cards_for(at, smallest_card, load), as_json)
+            return
+        plan = budget.budget(at, load)
     table = plan.table()
     if as_json:
         _print(table, as_json)
@@ -127,8 +150,9 @@ def budget(
         scratch_gib="scratch GiB",
         left_gib="left GiB",
         fits="fits",
+        reason="why not, or not tried",
     )
-    show(table.to_dict("records"), columns, f"{plan.model.name} on {plan.card.title}")
+    show(table.fillna("").to_dict("records"), columns, str(plan.deployment))
 
 
 @app.command()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from shadowkv_lab import facts, machine
-from shadowkv_lab.budget import GIB
+from shadowkv_lab.deployment import GIB
 from shadowkv_lab.errors import NoAnswer, OutOfRange
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.steps.fit import Fit, replays

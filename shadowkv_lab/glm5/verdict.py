@@ -3,9 +3,12 @@
 import pandas as pd
 
 from shadowkv_lab import machine
-from shadowkv_lab.budget import GIB, budget
+from shadowkv_lab.budget import budget
+from shadowkv_lab.deployment import GIB, published_deployment
 from shadowkv_lab.glm5 import case
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.steps import fit
 from shadowkv_lab.steps.predict import at, predict_at
 from shadowkv_lab.steps.rest import Rest, rest_from
@@ -79,15 +82,8 @@ def verdict(
     model, card = load_model(published["model"]), machine.card(card or published["gpu"][-1])
     context, P = context or published["default_context"], published["pool_tokens"]
     rest = rest or case_rest(card.name, context, fitted)
-    room = budget(
-        model,
-        card,
-        published["tensor_parallel"],
-        strategies=list(strategies),
-        kv_gib=published["pool_gib"],
-        context=context,
-        concurrency=concurrency,
-    )
+    report = published_deployment("case", card, page_size=1)
+    room = budget(report, Load(concurrency, context), list(strategies))
     setting = at(model, P, concurrency, context)
     rows, steps = [], {}
     for name in strategies:
@@ -120,7 +116,7 @@ def sentence(row: dict, table: pd.DataFrame, card: machine.Card, steps: dict[str
     """One row's verdict in one sentence, from the table's own numbers."""
     by = table.set_index("strategy")
     name, base = row["strategy"], by.loc["full_cast"] if "full_cast" in by.index else None
-    untried = parse(name).untried(card.compute_capability)
+    untried = can_run(parse(name), published_deployment("case", card)).untried
     gain = f"{row['tokens_per_s'] / base.tokens_per_s - 1:+.0%}" if base is not None else ""
     if name == "full_cast":
         return (

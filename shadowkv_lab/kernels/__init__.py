@@ -63,16 +63,9 @@ def check(
     if kernel.name == "reference":
         return
     rule_name = {"fused_fp8": "lab_fused_fp8", "native_fp8": "flashinfer_native_fp8"}
-    serving = rules.Serving(
-        compute_capability=torch.cuda.get_device_capability(device),
-        kv_dtype="bf16" if reads == "bf16" else "fp8_e4m3",
-        heads=heads,
-        page_size=page_size,
-        qk_nope_head_dim=model.qk_nope_head_dim,
-        kv_lora_rank=model.kv_lora_rank,
-        qk_rope_head_dim=model.qk_rope_head_dim,
-        dsa=model.dsa,
-    )
+    capability = torch.cuda.get_device_capability(device)
+    kv_dtype = "bf16" if reads == "bf16" else "fp8_e4m3"
+    serving = rules.Serving.of(model, capability, kv_dtype, heads, page_size)
     installed = {"flashinfer": version} if (version := version_of("flashinfer-python")) else None
     if failed := rules.check(rule_name.get(reads, kernel.name), serving, installed):
         raise CannotRun(

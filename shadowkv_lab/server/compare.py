@@ -11,6 +11,7 @@ from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import Budget
 from shadowkv_lab.errors import BadFile, NoAnswer
 from shadowkv_lab.glm5 import case, hypotheses
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.server import logs, results
 
@@ -194,7 +195,8 @@ def compare(
         notes.append("the weights are the case's: assumed")
     plan = None
     if before.log and card:
-        plan = logs.from_log(before.log, geometry, card, concurrency=int(first.requests or 1))
+        load = Load(int(first.requests or 1))
+        plan = logs.from_log(before.log, geometry, card, load=load)
     table = hypotheses.hypotheses(of, (card,) if card else None)
     return Comparison(
         tpot, cast, left, left_how, plan, table, hypotheses.in_words(of, table), tuple(notes)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowkv_lab import machine
-from shadowkv_lab.budget import GIB, Budget, budget
+from shadowkv_lab.budget import Budget, budget
+from shadowkv_lab.deployment import GIB, deployment
 from shadowkv_lab.errors import BadFile
+from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
-from shadowkv_lab.model import Model, load_model
+from shadowkv_lab.model import Model
+from shadowkv_lab.provenance import recorded
 
 NUMBER = r"([-+\w.,]+?)"  # anything in a number's place, so that a bad one can be named
 END = r"(?:[,\s)}]|$)"
@@ -132,9 +135,15 @@ def _dtype(name: str) -> str | None:
 
 
 def from_log(
-    log: "str | Path | ServerLog", model: "Model | str", card: "Card | str", **options
+    log: "str | Path | ServerLog",
+    model: "Model | str",
+    card: "Card | str",
+    *,
+    load: Load | None = None,
+    strategies=None,
+    **options,
 ) -> Budget:
-    """The budget of the server that wrote a log; `options` are `budget`'s and come second.
+    """The budget of the server that wrote a log; `options` are `deployment`'s and come second.
 
     Raises `BadFile` if neither KV size nor tokens nor weights are in it.
     """
@@ -145,20 +154,21 @@ def from_log(
             "weights, KV size or pool tokens",
             "Paste the lines of the start-up, not only of decoding",
         )
-    model = load_model(model)
+    card = machine.card(card) if isinstance(card, str) else card
     before = None
     if log.free_before_gib is not None:
-        card = machine.card(card) if isinstance(card, str) else card
         before = max(0.0, card.memory_gib - log.free_before_gib)
     seen = dict(
         weights_gib=log.weights_gib,
-        mem_fraction_static=log.mem_fraction,
+        memory_fraction=log.mem_fraction,
         kv_gib=log.kv_gib,
-        pool_tokens=log.pool_tokens if log.kv_gib is None else None,
-        pool_dtype=log.kv_dtype,
+        pool_tokens=log.pool_tokens,
+        layout={"fp8": "fp8_e4m3", "bf16": "bf16"}.get(log.kv_dtype),
         tensor_parallel=log.tensor_parallel,
         before_weights_gib=before,
         engine=log.engine,
     )
     seen = {name: value for name, value in seen.items() if value is not None}
-    return budget(model, card, **{**options, **seen}, recorded=tuple(seen))
+    given = {name: recorded(f"from {log.engine}'s log") for name in seen}
+    at = deployment(model, card, given=given, **{**options, **seen})
+    return budget(at, load, strategies)

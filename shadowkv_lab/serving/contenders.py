@@ -8,7 +8,7 @@ import numpy as np
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import budget
-from shadowkv_lab.deployment import Setting
+from shadowkv_lab.deployment import Deployment, Setting, deployment, published_deployment
 from shadowkv_lab.errors import CannotRun, DoesNotFit, NoAnswer, UnknownName
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.serving.closed_form import Contender
@@ -106,6 +106,7 @@ def contenders(
     anchor: str = "case",
     rest: Rest | None = None,
     kv_gib: float | None = None,
+    weights_gib: float | None = None,
     tensor_parallel: int = 8,
     **options,
 ) -> list[Contender]:
@@ -114,24 +115,28 @@ def contenders(
     Raises `DoesNotFit`, and `CannotRun` for a strategy that no kernel serves there.
 
     `rest` is your own; else `anchor` names a published one. `kv_gib` is a log's KV size; without
-    it the case's model and card have the case's 25.49 GiB, and others what the engine's rule
-    leaves. `options` are those of `predict.budget.budget`. Where no recorded run bears on a
+    it the GLM-5 report's model, spread and card have its 25.49 GiB, and others what the engine's
+    rule leaves. `options` are those of `deployment`. Where no recorded run bears on a
     strategy, its step is `ByBytes`.
     """
-    geometry, card = load_model(model), machine.card(card)
-    case = facts.find("published", "published result", "case")
-    if (
-        kv_gib is None
-        and card.name in case["gpu"]
-        and geometry.name == load_model(case["model"]).name
-    ):
-        kv_gib = case["pool_gib"]
+    at = deployment(
+        model,
+        card,
+        tensor_parallel=tensor_parallel,
+        kv_gib=kv_gib,
+        weights_gib=weights_gib,
+        **options,
+    )
+    if kv_gib is None and weights_gib is None and _of_the_report(at):
+        at = published_deployment("case", at.card, **options)
+    geometry, card, heads = at.model, at.card, at.heads
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
-    heads = geometry.heads_per_gpu(tensor_parallel)
-    for s in chosen:
-        if why := s.barred(geometry, heads, card.compute_capability):
-            raise CannotRun(f"{s.title} on {card.title}: {why}", remedy="Leave it out")
-    plan = budget(geometry, card, tensor_parallel, strategies=chosen, kv_gib=kv_gib, **options)
+    plan = budget(at, strategies=chosen)
+    for refused in plan.refused:
+        raise CannotRun(
+            f"{refused.strategy.title} on {card.title}: {refused.verdict.reason}",
+            remedy="Leave it out",
+        )
     rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
     return [
         Contender(
@@ -139,6 +144,14 @@ def contenders(
         )
         for s in chosen
     ]
+
+
+def _of_the_report(at: Deployment) -> bool:
+    """Whether this is the GLM-5 report's model, on one of its cards, spread as it was."""
+    report = published_deployment("case")
+    known = facts.find("published", "published result", "case")["gpu"]
+    same = at.model == report.model and at.tensor_parallel == report.tensor_parallel
+    return same and at.card.name in known and at.gpus == report.gpus
 
 
 def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:

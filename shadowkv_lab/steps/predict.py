@@ -7,17 +7,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shadowkv_lab import machine
-from shadowkv_lab.deployment import Setting
+from shadowkv_lab.deployment import Setting, deployment
 from shadowkv_lab.errors import NoAnswer, UnknownName
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
 from shadowkv_lab.provenance import Provenance, assumed, calibrated
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.steps.fit import Fit, fit, reads_of
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import PHASES, Phase, Step
-from shadowkv_lab.strategies import STRATEGIES, Strategy, parse, runnable
+from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
 
 
 def predict_at(
@@ -192,7 +193,7 @@ def _source(phase: str, kernels: list[str], card: "Card | str", heads: int, fitt
     if not here:
         here = [k for k in candidates if k[2] in known] if name in known else []
     if name in known:  # what flashinfer's "auto" takes: fa3 exists on SM90 only
-        other = "fa2" if machine.card(name).compute_capability[0] == 9 else "fa3"
+        other = "fa2" if machine.card(name).compute_capability == (9, 0) else "fa3"
         here = [k for k in here if other not in k[1]] or here
     if not here:
         devices = {k[2] for k in fitted.curves}
@@ -219,7 +220,9 @@ def predict_all(setting: Setting, card: "Card | str", **options) -> list[Step]:
     """The prediction of every strategy that some kernel serves there; `options` of `predict_at`."""
     chosen = [kind() for kind in STRATEGIES.values()]
     if (name := _name(card)) in machine.known_cards():
-        chosen = runnable(setting.model, setting.heads, machine.card(name).compute_capability)
+        spread = setting.model.heads // setting.heads
+        there = deployment(setting.model, name, tensor_parallel=spread, page_size=setting.page_size)
+        chosen = [s for s in chosen if can_run(s, there)]
     return [predict_at(s, setting, card, **options) for s in chosen]
 
 

@@ -4,7 +4,6 @@ import ast
 import re
 
 from shadowkv_lab.errors import OutOfRange, UnknownName
-from shadowkv_lab.model import Model
 from shadowkv_lab.strategies.base import STRATEGIES, Label, Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
 from shadowkv_lab.strategies.full_cast import FullCast
@@ -28,14 +27,7 @@ __all__ = [
     "VectorCast",
     "parse",
     "parse_list",
-    "runnable",
 ]
-
-
-def runnable(model: Model, heads: int, compute_capability: tuple[int, int]) -> list[Strategy]:
-    """Every strategy that some kernel serves on such a card."""
-    kinds = [kind() for kind in STRATEGIES.values()]
-    return [s for s in kinds if not s.barred(model, heads, compute_capability)]
 
 
 def parse(text: "str | Strategy") -> Strategy:

@@ -22,7 +22,6 @@ import torch
 
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.model import Model
-from shadowkv_lab.rules import Serving, check
 
 if TYPE_CHECKING:
     from shadowkv_lab.strategies.step import DecodeStep
@@ -185,25 +184,6 @@ class Strategy:
         return (step.pool.bf16 if self.reads == "bf16" else step.pool.fp8)[layer]
 
     # What follows is the same for every strategy.
-
-    def barred(self, model: Model, heads: int, compute_capability: tuple[int, int]) -> str:
-        """Why its one backend cannot read this on such a card, by the rules; empty if it can."""
-        if self.backend is None:
-            return ""
-        serving = Serving(
-            compute_capability,
-            "fp8_e4m3",
-            heads,
-            1,
-            model.qk_nope_head_dim,
-            model.kv_lora_rank,
-            model.qk_rope_head_dim,
-        )
-        return " ".join(map(str, check(self.backend, serving)))
-
-    def untried(self, compute_capability: tuple[int, int]) -> bool:
-        """Whether its kernel was compiled for such a card and never run on one."""
-        return False
 
     def storage(self, model: Model) -> list[tuple[str, ...]]:
         """What each layer keeps, for `Pool`."""

@@ -18,6 +18,3 @@ class FusedFP8(NativeFP8):
     reads = "fused_fp8"
     needs = "decode"
     backend = "lab_fused_fp8"
-
-    def untried(self, compute_capability):
-        return compute_capability[0] != 9

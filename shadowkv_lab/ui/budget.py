@@ -7,11 +7,13 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import machine
-from shadowkv_lab.budget import GIB, Budget, budget
+from shadowkv_lab.budget import Budget, budget
+from shadowkv_lab.deployment import GIB, deployment, published_deployment
 from shadowkv_lab.glm5.case import published
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import known_models, load_model
 from shadowkv_lab.server import logs
-from shadowkv_lab.strategies import STRATEGIES, parse
+from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import style
 from shadowkv_lab.ui.app import App, View
 from shadowkv_lab.ui.controls import LABEL, check, gpus, menu, number, slider
@@ -28,22 +30,22 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
 
     `tokens` defaults to the most that any strategy holds in the plan's KV memory.
     """
-    shown = plan.capacities
+    shown, at = plan.capacities, plan.deployment
     tokens = tokens or max(c.tokens for c in shown)
-    names = [style.title(c.strategy) for c in shown]
+    names = [c.strategy.title for c in shown]
     terms = {t.name: abs(t.gib) for t in plan.terms if t.name in FIXED and t.gib}
     kept = [tokens * (c.token_bytes - c.index_bytes) / GIB for c in shown]
     index = [tokens * c.index_bytes / GIB for c in shown]
     totals = [sum(terms.values()) + a + b for a, b in zip(kept, index, strict=True)]
     worst = max(range(len(shown)), key=lambda i: totals[i])
-    over = sum(total > plan.card.memory_gib for total in totals)
+    over = sum(total > at.card.memory_gib for total in totals)
     heading = (
         f"{tokens:,} tokens need {min(totals):.1f} GiB as {names[totals.index(min(totals))]} and "
         f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} do not fit; "
-        f"{plan.model.name} on {plan.card.title}, one GPU of {plan.tensor_parallel}</sup>"
+        f"{at.model.name} on {at.card.title}, one GPU of {at.tensor_parallel}</sup>"
     )
     fig = style.figure(heading, "memory of one GPU (GiB)", "")
-    provenance = {t.name: t.provenance for t in plan.terms}
+    provenance = {t.name: str(t.provenance) for t in plan.terms}
     for name, gib in terms.items():
         fig.add_bar(
             y=names,
@@ -58,7 +60,7 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
             ),
             hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name]}<extra></extra>",
         )
-    colours = [style.colour(c.strategy) for c in shown]
+    colours = [c.strategy.colour for c in shown]
     for values, name, opacity in ((kept, "KV rows", 0.9), (index, "index keys", 0.45)):
         if any(values):
             fig.add_bar(
@@ -79,32 +81,32 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
                 "<extra>%{y}</extra>",
             )
             fig.add_trace(style.legend_entry(name, opacity))
-    line = (plan.card.memory_gib, f"card, {plan.card.memory_gib:.1f} GiB")
+    line = (at.card.memory_gib, f"card, {at.card.memory_gib:.1f} GiB")
     totals_beside(fig, names, totals, [f"{t:.1f} GiB" for t in totals], [line], 1.15)
     return fig
 
 
 def tokens_that_fit(plan: Budget) -> go.Figure:
     """Bars: tokens that each strategy keeps in the plan's KV memory, and requests they make."""
-    shown = plan.capacities
+    shown, context = plan.capacities, plan.load.context
     by_kind: dict[int, str] = {}
     for c in shown:
-        by_kind.setdefault(c.tokens, style.title(c.strategy))
+        by_kind.setdefault(c.tokens, c.strategy.title)
     most = ", ".join(f"{n:,} as {name}" for n, name in sorted(by_kind.items(), reverse=True))
     heading = f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens<br><sup>"
     heading += f"{most}; calibrated: GiB / bytes a token</sup>"
     fig = style.figure(heading, "tokens that fit", "")
     fig.add_bar(
-        y=[style.title(c.strategy) for c in shown],
+        y=[c.strategy.title for c in shown],
         x=[c.tokens for c in shown],
         orientation="h",
         marker=dict(
-            color=[style.colour(c.strategy) for c in shown],
+            color=[c.strategy.colour for c in shown],
             pattern=dict(
                 shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white"
             ),
         ),
-        text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {plan.context:,}" for c in shown],
+        text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {context:,}" for c in shown],
         textposition="outside",
         cliponaxis=False,
         customdata=[(c.token_bytes, c.index_bytes, c.scratch_gib) for c in shown],
@@ -127,7 +129,7 @@ def table(plan: Budget) -> pd.DataFrame:
         "token_bytes": "B a token",
         "index_bytes": "of them index",
         "tokens": "tokens",
-        "requests": f"requests of {plan.context:,}",
+        "requests": f"requests of {plan.load.context:,}",
         "kept_gib": "KV GiB",
         "scratch_gib": "scratch GiB",
         "left_gib": "left of reserve GiB",
@@ -152,41 +154,35 @@ def budget_view(
     log: str = "",
 ) -> View:
     """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
-    shape = load_model(model)
-    case, card = published("case"), machine.card(gpu)
-    heads = shape.heads_per_gpu(tensor_parallel)
+    case = published("case")
     kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
-    barred = {
-        n: why for n in kept if (why := parse(n).barred(shape, heads, card.compute_capability))
-    }
-    as_case = weights_gib is None or weights_gib == case["weights_gib"]
-    known = {"weights_gib"} if as_case and shape.name == case["model"] else set()
-    if kv_gib == case["pool_gib"] and known and card.name in case["gpu"]:
-        known.add("kv_gib")
+    # Where what is typed is the GLM-5 report's, it is its own deployment, with its source.
+    told = dict(weights_gib=weights_gib, kv_gib=kv_gib or None, memory_fraction=mem_fraction_static)
+    theirs = (case["weights_gib"], case["pool_gib"], case["mem_fraction_static"])
+    reported = load_model(model).name == case["model"] and gpu in case["gpu"]
+    reported = reported and tensor_parallel == case["tensor_parallel"] and engine == "sglang"
+    told = {n: v for (n, v), t in zip(told.items(), theirs, strict=True) if not reported or v != t}
     options = dict(
-        tensor_parallel=tensor_parallel,
-        weights_gib=weights_gib,
-        engine=engine,
-        mem_fraction_static=mem_fraction_static,
-        kv_gib=kv_gib or None,
-        concurrency=concurrency,
-        context=context,
-        index=index,
-        mtp=mtp,
-        strategies=[n for n in kept if n not in barred],
+        **told,
+        tensor_parallel=None if reported else tensor_parallel,
+        engine=None if reported else engine,
+        index_layers=None if index else 0,
+        mtp=mtp or None,
     )
+    load = Load(concurrency, context)
     read = logs.parse(log) if log.strip() else None
     if read:
-        plan = logs.from_log(read, shape, gpu, **options)
+        plan = logs.from_log(read, model, gpu, load=load, strategies=kept, **options)
+    elif reported:
+        if "kv_gib" in told:
+            options |= dict(pool_tokens=None)
+        plan = budget(published_deployment("case", gpu, **options), load, kept)
     else:
-        plan = budget(shape, gpu, **options, recorded=known)
+        plan = budget(deployment(model, gpu, **options), load, kept)
     note = "<pre>" + plan.formula + "</pre>"
-    if as_case and (shape.name != case["model"] or tensor_parallel != case["tensor_parallel"]):
-        note += (
-            f"The weights are the case's {case['weights_gib']} GiB, not {shape.name}'s on "
-            f"{tensor_parallel} GPUs: type your own. "
-        )
-    note += "".join(f"Left out: {style.title(n)}. {html.escape(why)} " for n, why in barred.items())
+    note += "".join(
+        f"Left out: {r.strategy.title}. {html.escape(r.verdict.reason)} " for r in plan.refused
+    )
     if read:
         note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
     return View([memory_stack(plan), tokens_that_fit(plan)], note, table(plan))

@@ -4,8 +4,10 @@ import ipywidgets as w
 import pandas as pd
 
 from shadowkv_lab import machine
+from shadowkv_lab.deployment import published_deployment
 from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.model import known_models, load_model
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders, engine
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, simulate
@@ -189,8 +191,8 @@ def _contenders(model, gpu, rest, strategies):
 
 def _note(rest: str, gpu: str, found) -> str:
     """What the verdict rests on, in words."""
-    capability = machine.card(gpu).compute_capability
-    anew = any(parse(c.name).untried(capability) for c in found)
+    at = published_deployment("case", gpu)
+    anew = any(can_run(parse(c.name), at).untried for c in found)
     kept = ", ".join(f"{style.title(c.name)} {c.capacity_tokens:,}" for c in found)
     return (
         f"<b>{figures.source_of(found)}</b>: the rest at many requests was never measured; it "
