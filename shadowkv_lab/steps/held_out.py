@@ -62,6 +62,8 @@ def held_out(measured: Sequence[Step]) -> pd.DataFrame:
                     kind=group.kind,
                     held_out=group.name,
                     strategy=step.strategy.label,
+                    title=step.strategy.title,
+                    colour=step.strategy.colour,
                     gpu=step.card,
                     pool_tokens=at.pool_tokens,
                     concurrency=at.load.concurrency,

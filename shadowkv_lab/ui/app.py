@@ -70,6 +70,9 @@ class Work:
         self.report(text, done)
 
 
+QUIET = Work()
+
+
 class App:
     """An application's controls and figures at work.
 
@@ -246,7 +249,7 @@ class App:
         self.view, self.line, self.note.value = view, line, view.note
         told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
         self.code.value = f"To show the same: {told}"
-        for name, text in ({} if not view.beside else view.beside).items():
+        for name, text in view.beside.items():
             if not self.controls[name].disabled:
                 self._say(name, text)
         self._draw(view.figures)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import ipywidgets as w
 
-from shadowkv_lab.ui.app import App, View, Work
+from shadowkv_lab.ui.app import QUIET, App, View, Work
 from shadowkv_lab.ui.controls import Control
 
 Settings = dict[str, object]
@@ -65,9 +65,9 @@ class Application:
         bound.apply_defaults()
         return self.changed(dict(bound.arguments), None)
 
-    def __call__(self, *args, work: Work | None = None, **given) -> View:
+    def __call__(self, *args, work: Work = QUIET, **given) -> View:
         settings = self.start(*args, **given)
-        return self.function(**settings, **({"work": work or Work()} if self.works else {}))
+        return self.function(**settings, **({"work": work} if self.works else {}))
 
     def open(self, *args, **start) -> App:
         """The application at these settings, to be used from Python."""

@@ -75,6 +75,7 @@ def heading(finding: str, note: str = "") -> str:
 
 def figure(
     title: str,
+    /,
     traces: Iterable[Mapping] = (),
     x: str = "",
     y: str = "",
@@ -234,9 +235,11 @@ def lines(
             line(part[x], part[y], title, first.colour, first.provenance, hover=hover, **data)
             | more
         )
-    for i, trace in enumerate(found):
+    rings = 0
+    for i, trace in reversed([*enumerate(found)]):
         if any(_covers(later, trace) for later in found[i + 1 :]):
-            trace["marker"] = {"size": 12, "symbol": "circle-open", "line": {"width": 2}}
+            size, rings = 12 + 5 * rings, rings + 1
+            trace["marker"] = {"size": size, "symbol": "circle-open", "line": {"width": 2}}
     return found
 
 

@@ -16,6 +16,7 @@ import ipywidgets as w
 
 from shadowkv_lab import files, machine
 from shadowkv_lab.errors import OutOfRange, UnknownName
+from shadowkv_lab.model import known_models, load_model
 
 LABEL = {"description_width": "11em"}
 Options = Sequence | Mapping | Callable[[dict], Sequence | Mapping]
@@ -160,6 +161,17 @@ class Paste(Control):
 def cards(names: Callable[[], Sequence[str]]) -> Callable[[dict], dict[str, str]]:
     """Options of a menu over cards of data/gpus, shown by their titles."""
     return lambda settings: {name: machine.card(name).title for name in names()}
+
+
+def models(settings: dict) -> list[str]:
+    """Options of a menu over the lab's models, and the config.json that it was started with."""
+    return [*dict.fromkeys([*known_models(), named(settings["model"])])]
+
+
+def named(model: object) -> str:
+    """A model of the lab by its own name; any other as it was given. Raises `UnknownName`."""
+    name = load_model(model).name
+    return name if name in known_models() else str(model)
 
 
 def powers(first: int, last: int) -> list[int]:

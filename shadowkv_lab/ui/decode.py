@@ -13,7 +13,7 @@ import torch
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.errors import NoAnswer, OutOfRange
-from shadowkv_lab.model import Model, known_models, load_model
+from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.steps import measure as measuring
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.step import Step
@@ -21,7 +21,7 @@ from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
 from shadowkv_lab.ui import charts, tables
 from shadowkv_lab.ui.app import Cancelled, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, powers
+from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, models, named, powers
 from shadowkv_lab.ui.plots import Figures
 
 HEADS = (8, 16, 32, 64, 128)
@@ -297,11 +297,6 @@ def table(view: View) -> pd.DataFrame:
 # The application.
 
 
-def _models(settings: dict) -> list[str]:
-    """The lab's models, and the config.json that the application was started with."""
-    return [*dict.fromkeys([*known_models(), settings["model"]])]
-
-
 def _chosen(settings: dict) -> list[str]:
     """Every strategy that is defined, the user's too, and those chosen with options."""
     return [
@@ -331,9 +326,8 @@ def _own_heads(shape: Model) -> int:
 def follow(settings: dict, name: str | None) -> dict:
     """Another model has other heads per GPU; and what was left open at the start is filled in."""
     shape = load_model(settings["model"])
-    found = settings | {"model": shape.name if shape.name in known_models() else settings["model"]}
     device = machine.as_device(settings["device"])
-    found |= {"model": str(found["model"]), "device": str(device)}
+    found = settings | {"model": named(settings["model"]), "device": str(device)}
     if name == "model" or settings["heads"] is None:
         found["heads"] = _own_heads(shape)
     if settings["strategies"] is None:
@@ -352,7 +346,7 @@ SEEN: list[Step] = []  # measured in this session
 
 @application("shadowkv_lab.explorer", changed=follow, slow=lambda settings: settings["live"])
 def step_view(
-    model: Annotated[str, Menu("model", options=_models)] = "glm-5",
+    model: Annotated[str, Menu("model", options=models)] = "glm-5",
     pool_tokens: Annotated[int | None, Slider("pool size", "", _pool_sizes, "slots")] = None,
     concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
     context: Annotated[int, Slider("context", "", powers(256, 131_072), "tokens")] = 1024,

@@ -11,7 +11,6 @@ from functools import cache
 import plotly.graph_objects as go
 from IPython.display import display
 
-
 BROWSER_TIMEOUT_S = 60  # a cold start on a busy machine takes seconds
 PLOTLY = "application/vnd.plotly.v1+json"
 
