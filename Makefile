@@ -4,6 +4,7 @@ PY    ?= python3
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SGLANG ?= .venv-sglang
 # flashinfer and the GPU's own libraries only where there is an NVIDIA GPU.
 HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 EXTRAS  := lab,test$(if $(HAS_GPU),$(comma)gpu)
@@ -43,7 +44,7 @@ lint: setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -c constraints.txt -e '.[$(EXTRAS)]'
 	mkdir -p $(VENV)/share/jupyter/lab/settings
@@ -53,20 +54,20 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # The tested set: everything but torch's own companions, which torch pins itself.
-lock: setup
-	$(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia-|cuda-)' > constraints.txt
+lock: setup $(SGLANG)/.installed
+	for bin in $(BIN) $(SGLANG)/bin; do $$bin/python -m pip freeze --all --exclude-editable; done \
+		| grep -viE '^(pip|torch|triton|nvidia-|cuda-|sglang)\b' | sort -fu > constraints.txt
 	echo 'torch==2.13.0' >> constraints.txt
 
 # The tests of the SGLang plug-in on SGLang's own classes, in an environment of their own. Without
 # its requirements, among which are a CUDA build of torch and compiled kernels.
 .PHONY: test-sglang
-SGLANG ?= .venv-sglang
 
 test-sglang: $(SGLANG)/.installed
 	$(SGLANG)/bin/python -m pytest tests/sglang -p no:cacheprovider
 
-$(SGLANG)/.installed: pyproject.toml constraints.txt
+$(SGLANG)/.installed: pyproject.toml constraints.txt tests/sglang/requirements.txt
 	test -x $(SGLANG)/bin/python || $(PY) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install -q --no-compile $(PIP_OPTIONS) -c constraints.txt -e '.[sglang]' hypothesis pytest 'transformers>=5.16,<6' 'triton>=3.6'
+	$(SGLANG)/bin/python -m pip install -q --no-compile $(PIP_OPTIONS) -c constraints.txt -e . -r tests/sglang/requirements.txt
 	$(SGLANG)/bin/python -m pip install -q --no-compile $(PIP_OPTIONS) --no-deps sglang==0.5.23
 	touch $@

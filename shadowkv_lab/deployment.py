@@ -44,6 +44,8 @@ BITS = {
     "mxfp4": (4.25, 16.0),
     "int4": (4.5, 16.0),
 }
+# What changes the slots that a pool of the same server has.
+POOLED = {"kv_gib", "layout", "index_layers", "mtp", "pipeline_parallel", "memory_fraction"}
 SGLANG_RULE = Source(
     "SGLang's server_args, how --mem-fraction-static is chosen where it is not given",
     "https://github.com/sgl-project/sglang/pull/10975",
@@ -132,7 +134,8 @@ class Deployment:
     `tensor_parallel` counts as the engine does: SGLang's DP attention splits `data_parallel` ranks
     out of it, vLLM's ranks are GPUs of their own. `page_size` is in tokens. `mtp` adds the cache of
     the model's MTP layers. `pool_tokens` are slots of one GPU's pool and `kv_gib` its bytes, where
-    a log or a user gave them; else the engine's rule says. `given` holds the provenance of what a
+    a log or a user gave them; else the engine's rule says. `max_total_tokens` is the cap that the
+    server was given, which explains a pool below the rule's. `given` holds the provenance of what a
     log, a publication or a user gave, `derived` of what was worked out for this deployment.
     """
 
@@ -154,6 +157,7 @@ class Deployment:
     activations_gib: float = 0.0
     kv_gib: float | None = None
     pool_tokens: int | None = None
+    max_total_tokens: int | None = None
     given: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
     derived: Mapping[str, Provenance] = field(default_factory=dict, compare=False, repr=False)
 
@@ -418,7 +422,10 @@ def published_deployment(
             f"{entry['free_before_gib']} GiB free before loading; {entry['free_before_note']}"
         )
     changes = {name: value for name, value in changes.items() if value is not None}
-    words = {n: p for n, p in words.items() if n not in changes}
+    same = {name for name, value in changes.items() if seen.get(name) == value}
+    words = {name: word for name, word in words.items() if name in same or name not in changes}
+    if (changes.keys() - same) & POOLED:
+        seen.pop("pool_tokens", None)  # the publication's slots are of another pool than this
     made = deployment(entry["model"], chosen, given=words, **{**seen, **changes})
     checkpoint = replace(made.checkpoint, name=entry.get("checkpoint", made.checkpoint.name))
     return replace(made, checkpoint=checkpoint)
@@ -605,7 +612,9 @@ def _memory(made: Deployment) -> Memory:
     rest = sum(t.gib for t in terms)
     if wanted is not None:
         gap = f"{wanted:.2f} GiB of KV as given - {rest:.2f} by {made.engine}'s rule"
-        terms.append(Term("not accounted for", wanted - rest, replace(said, how=gap)))
+        capped = made.max_total_tokens and wanted < rest
+        name = "left free by the cap on tokens" if capped else "not accounted for"
+        terms.append(Term(name, wanted - rest, replace(said, how=gap)))
     kv = sum(t.gib for t in terms)
     if kv <= 0 or (wanted is not None and before - weights < kv):
         raise DoesNotFit(

@@ -40,12 +40,21 @@ class Card:
     source: Source
     driver_names: tuple[str, ...] = ()
     architecture: str = ""
+    fp32_tflops: float | None = None
     measured_copy_gb_per_s: float | None = None
     measured_read_gb_per_s: float | None = None
 
     @property
     def memory_gib(self) -> float:
         return self.memory_mib / 1024
+
+    @property
+    def issue_rate(self) -> float:
+        """SMs x clock, as the datasheet's FP32 TFLOP/s give it; SMs at an H200's clock without.
+
+        What a kernel that is bound by its instructions scales with.
+        """
+        return self.fp32_tflops or self.sms * 67 / 132
 
     @property
     def sm(self) -> str:
@@ -89,6 +98,35 @@ def card_of(title: str) -> Card | None:
     """The card that the driver calls `title`, or that has this name; None if there is none."""
     cards = facts.catalogue("gpus", Card).values()
     return next((card for card in cards if title in (*card.driver_names, card.name)), None)
+
+
+def card_here(device: str | torch.device) -> Card | None:
+    """The card of a GPU in this machine: of data/gpus, or what torch says of it; None on a CPU.
+
+    A card that data/gpus lacks has no bandwidth (NaN) and no source.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    if known := detect_card(device):
+        return known
+    seen = torch.cuda.get_device_properties(torch.device(device))
+    return Card(
+        name=seen.name,
+        title=seen.name,
+        memory_mib=seen.total_memory >> 20,
+        bandwidth_gb_per_s=float("nan"),
+        sms=seen.multi_processor_count,
+        l2_mb=getattr(seen, "L2_cache_size", 0) >> 20,
+        shared_memory_per_block_bytes=getattr(seen, "shared_memory_per_block_optin", 0),
+        compute_capability=None if rocm() else (seen.major, seen.minor),
+        source=Source("torch, on this machine"),
+        architecture=getattr(seen, "gcnArchName", "").split(":")[0] if rocm() else "",
+    )
+
+
+def rocm() -> str | None:
+    """The ROCm release that torch was built for, or None: its "cuda" devices are AMD's then."""
+    return torch.version.hip
 
 
 def devices() -> list[str]:

@@ -184,7 +184,7 @@ def can_run(strategy, deployment: Deployment, as_of: AsOf = None) -> Verdict:
     >>> from shadowkv_lab.deployment import deployment
     >>> from shadowkv_lab.strategies import parse
     >>> can_run(parse("fused_fp8"), deployment("GLM-5-NVFP4", "h200", tensor_parallel=16)).reason
-    'The kernel is written for 8 to 128 query heads a GPU.'
+    'The kernel is written for 8 to 128 query heads per GPU.'
     """
     layers = dict.fromkeys(strategy.at(i) for i in range(deployment.model.layers))
     return _all([_of_layer(s, deployment, as_of) for s in layers])

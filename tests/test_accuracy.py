@@ -1,11 +1,9 @@
 """Storage, attention and model error against numpy in float64, ml_dtypes and torch's own losses."""
 
 import hashlib
-import importlib.util
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +15,7 @@ from shadowkv_lab.accuracy import attention, model, storage
 from shadowkv_lab.errors import BadFile, UnknownName
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import load_model
-from shadowkv_lab.sources import poolfile
+from shadowkv_lab.sources import poolfile, tiny
 from shadowkv_lab.strategies import STRATEGIES, parse
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -188,11 +186,7 @@ latent_cache = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory):
     pytest.importorskip("transformers")
-    path = Path(__file__).resolve().parents[1] / "scripts" / "make_tiny_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_checkpoint", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main(tmp_path_factory.mktemp("checkpoint") / "tiny-glm-5")
+    return tiny.write(tmp_path_factory.mktemp("checkpoint") / "tiny-glm-5")
 
 
 TEXT = "Rows are stored in eight bits, and to be read they are turned back into sixteen."

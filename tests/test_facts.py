@@ -100,6 +100,15 @@ def test_a_bad_file_of_ones_own_is_left_out_and_named(own, name, content, words)
         machine.card("bad")
 
 
+def test_bad_runs_of_ones_own_leave_the_recorded_ones(own):
+    from shadowkv_lab.steps import step
+
+    before = len(step.recorded())
+    own("runs/bad.jsonl", "[1]\n")
+    with pytest.warns(UserWarning, match="bad.jsonl is left out"):
+        assert len(step.recorded()) == before > 400
+
+
 def test_a_bad_file_of_the_labs_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "DATA", tmp_path)
     (tmp_path / "gpus").mkdir()

@@ -1,6 +1,10 @@
 """Cards from data/gpus, and what doctor makes of a machine that is not this one."""
 
+import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,23 +58,106 @@ def test_memory_of_this_machine():
         machine.as_device("tpu")
 
 
-def seen(monkeypatch, listed, built):
-    """doctor's finding on a machine whose driver lists `listed` and whose torch is `built`."""
-
-    class Done:
-        returncode, stdout = (0 if listed else 9), listed
-
-    monkeypatch.setattr(machine, "tool", lambda name: "/usr/bin/" + name)
-    monkeypatch.setattr(doctor.subprocess, "run", lambda *a, **k: Done)
-    return doctor._why_no_gpu(built)
+SMI = "NVIDIA-SMI 550.54.15   Driver Version: 550.54.15   CUDA Version: {}"
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 
 
-def test_a_gpu_that_torch_does_not_see_is_told_apart(monkeypatch):
-    gpu = "GPU 0: NVIDIA H200 (UUID: x)"
-    assert seen(monkeypatch, "", None).state == "warn"
-    cpu_build, old_driver = seen(monkeypatch, gpu, None), seen(monkeypatch, gpu, "13.0")
-    assert "CPU build" in cpu_build.finding and "CUDA build" in cpu_build.remedy
-    assert "cannot use it" in old_driver.finding and "driver" in old_driver.remedy
+@pytest.mark.parametrize(
+    ("seen", "state", "finding", "remedy"),
+    [
+        (dict(), "warn", "no NVIDIA GPU:", "Recorded H200 runs"),
+        (dict(container=True), "warn", "no NVIDIA GPU in this container", "--gpus all"),
+        (
+            dict(smi="nvidia-smi", answer=f"{MISMATCH}\nNVML: 580.95", module="575.57.08"),
+            "no",
+            f"'{MISMATCH}'; the kernel still has module 575.57.08",
+            "Reboot",
+        ),
+        (
+            dict(smi="nvidia-smi", answer="NVIDIA-SMI has failed because it couldn't communicate"),
+            "no",
+            "does not answer: 'NVIDIA-SMI has failed",
+            "modprobe nvidia",
+        ),
+        (dict(module="580.95"), "no", "this container was given no GPU", "--gpus all"),
+        (dict(wsl=True), "no", "WSL2", "/usr/lib/wsl/lib/nvidia-smi"),
+        (dict(torch_hip="7.2"), "no", "ROCm build (7.2) and sees no AMD GPU", "AMD"),
+        (dict(answered=True, answer=SMI.format("12.4")), "no", "CPU build", "CUDA build of torch"),
+        (
+            dict(answered=True, answer=SMI.format("12.4"), torch_cuda="13.0"),
+            "no",
+            "driver 550.54.15, up to CUDA 12.4, is too old for this torch, built for CUDA 13.0",
+            "CUDA 12.4 or older",
+        ),
+        (
+            dict(answered=True, answer=SMI.format("13.1"), torch_cuda="13.0", torch_says="No GPU"),
+            "no",
+            "cannot use it: 'No GPU'",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+        (dict(answered=True, answer=SMI.format("13.1"), torch_hip="7.2"), "no", "ROCm", "CUDA"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_told_apart(seen, state, finding, remedy):
+    found = doctor.why_no_gpu(doctor.Seen(**seen))
+    assert found.state == state
+    assert finding in found.finding and remedy in found.remedy
+
+
+def shadowkv_doctor(path, script=None):
+    """What `shadowkv doctor --json` finds with `path` before PATH, or as `script` runs it."""
+    command = [
+        sys.executable,
+        *([script] if script else ["-m", "shadowkv_lab"]),
+        "doctor",
+        "--json",
+    ]
+    root = Path(__file__).resolve().parents[1]
+    env = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return {f["what"]: f for f in json.loads(done.stdout)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_doctor_quotes_a_driver_that_does_not_answer(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\necho "{MISMATCH}"\necho "NVML library version: 580.95"\nexit 18\n')
+    smi.chmod(0o755)
+    gpu = shadowkv_doctor(tmp_path)["GPU"]
+    assert MISMATCH in gpu["finding"] and "Reboot" in gpu["remedy"]
+
+
+ROCM = """
+import types, torch
+torch.version.cuda, torch.version.hip = None, "7.2.53211"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_name = lambda *_: {name!r}
+torch.cuda.get_device_capability = lambda *_: (9, 5)
+torch.cuda.mem_get_info = lambda *_: (300 << 30, 309 << 30)
+torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+    name={name!r}, gcnArchName="gfx950:sramecc+:xnack-", total_memory=309 << 30,
+    multi_processor_count=256, major=9, minor=5, shared_memory_per_block_optin=163840)
+from shadowkv_lab.cli import main
+main()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("name", ["AMD Instinct MI355X", "AMD Instinct MI400"])
+def test_doctor_on_a_rocm_build(tmp_path, name):
+    script = tmp_path / "rocm.py"
+    script.write_text(ROCM.format(name=name))
+    found = shadowkv_doctor(tmp_path, script)
+    card = found["cuda:0 (chosen)"]["finding"]
+    assert "gfx950" in card and "SM95" not in card
+    assert "ROCm build" in found["torch"]["finding"] and "AMD" in found["torch"]["finding"]
+    assert "driver" not in found and "flashinfer-python" not in found
+    assert not any("pip install" in f["remedy"] for f in found.values())
+    for strategy in ("full_cast", "native_fp8", "fused_fp8"):
+        assert found[strategy]["state"] != "ok"
+        assert "not tried" in found[strategy]["finding"].lower()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Sizes against published test vectors, and configs that are not what they should be."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,60 @@ def test_config_from_dict_file_and_folder(tmp_path):
         model = load_model(place)
         assert model.name == tmp_path.name
         assert (model.layers, model.row, model.softmax_scale) == (4, 576, from_dict.softmax_scale)
+
+
+@pytest.mark.parametrize(
+    ("folder", "fp8", "bf16", "heads", "positions"),
+    # By hand: layers that keep a latent x its bytes, and index keys of 132 B where they are kept.
+    [
+        ("kimi-k2.5", 61 * 576, 61 * 1152, 64, 262_144),  # under text_config
+        ("kimi-linear", 7 * 576, 7 * 1152, 32, 1_048_576),  # 7 of 27 layers
+        ("glm-5.3-flash", 11 * (512 + 33), 11 * (1024 + 33), 64, 1_048_576),  # no rope, pooled
+        ("longcat-flash", 56 * 576, 56 * 1152, 64, 131_072),  # two attentions in each of 28
+        ("glm-5.3-topk-freq", 78 * 576 + 21 * 132, 78 * 1152 + 21 * 132, 64, 1_048_576),
+        ("glm-4.7-flash", 47 * 576, 47 * 1152, 20, 202_752),
+        ("ling-2.5-1t", 10 * 576, 10 * 1152, 64, 131_072),  # every 8th of 80 layers
+    ],
+)
+def test_configs_as_people_have_them(folder, fp8, bf16, heads, positions):
+    model = load_model(Path(__file__).parent / "configs" / folder)
+    assert (model.token_bytes("fp8"), model.token_bytes("bf16")) == (fp8, bf16)
+    assert (model.name, model.heads, model.max_positions) == (folder, heads, positions)
+
+
+def test_index_layers_by_pattern_types_and_frequency():
+    at = {"index_head_dim": 128, "num_hidden_layers": 6}
+    for more, layers in (
+        ({}, (0, 1, 2, 3, 4, 5)),
+        ({"index_topk_freq": 2}, (0, 1, 3, 5)),  # transformers' own test, from offset 2 on
+        ({"index_topk_pattern": "FFSSFS"}, (0, 1, 4)),
+        ({"indexer_types": ["full", "shared"] * 3}, (0, 2, 4)),
+    ):
+        model = load_model(CONFIG | at | more)
+        assert model.index_at == layers and model.index_layers == len(layers)
+    # What GLM-5.2's frequency says is what its list marks: 0, 1, 2, 6, 10, ..., 74.
+    assert load_model("glm-5.2").index_at == (0, 1, *range(2, 75, 4))
+
+
+@pytest.mark.parametrize(
+    ("quantised", "word"),
+    [
+        (None, "bf16"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+            },
+            "int4",
+        ),
+        ({"quant_method": "exl3"}, ""),
+        ({"quant_method": "something new"}, ""),
+    ],
+)
+def test_how_a_config_says_it_is_quantised(quantised, word):
+    assert load_model(CONFIG | {"quantization_config": quantised}).quantisations == (word,)
 
 
 def test_yarn_and_indexer_types_of_a_config():

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,9 +32,62 @@ def test_constraints_pin_what_is_required_and_no_address():
     assert all("==" in pin and "@" not in pin and "/" not in pin for pin in pins)
     pinned = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
     own = {"triton", "flashinfer-python", "ninja", "nvidia-ml-py", "nvidia-cutlass-dsl"}
-    for requirement in requirements():
+    sglang = (ROOT / "tests" / "sglang" / "requirements.txt").read_text().splitlines()
+    for requirement in requirements() | {line for line in sglang if not line.startswith("#")}:
         name = requirement.split(">")[0].split("[")[0].lower().replace("_", "-")
         assert name in pinned | own, f"{name} is required and not pinned"
+
+
+# Distributions by the name that is imported, where the two differ. SGLang is the server that loads
+# the plug-in, and never a requirement of the lab.
+DISTRIBUTIONS = {
+    "IPython": "ipython",
+    "flashinfer": "flashinfer-python",
+    "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "sglang": None,
+    "traitlets": "ipywidgets",  # whose own base it is
+}
+
+
+def imported(*folders) -> set[str]:
+    """Distributions that the modules below these folders import, also inside functions."""
+    found = set()
+    for path in (p for folder in folders for p in (ROOT / folder).rglob("*.py")):
+        here = {p.stem for p in path.parent.glob("*.py")} | {"shadowkv_lab", "tests", "lab_server"}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                absolute = isinstance(node, ast.ImportFrom) and not node.level
+                names = [node.module] if absolute else []
+            tops = {name.split(".")[0] for name in names} - here
+            found |= {DISTRIBUTIONS.get(top, top) for top in tops - sys.stdlib_module_names}
+    return found - {None}
+
+
+def declared(*groups) -> dict[str, bool]:
+    """Distributions of pyproject.toml, and whether a comment gives the reason for each."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    wanted = [r for group in groups for r in PROJECT["optional-dependencies"][group]]
+    named = {}
+    for requirement in [*PROJECT["dependencies"], *wanted]:
+        (line,) = {x.strip() for x in lines if x.strip().startswith(f'"{requirement}",')}
+        named[re.split("[<>=]", requirement)[0]] = "#" in line
+    return named
+
+
+def test_what_the_library_imports_is_declared_and_the_other_way_round():
+    ours, told = imported("shadowkv_lab"), declared("lab", "gpu")
+    assert ours - set(told) == set(), "imported, and not declared"
+    assert {name for name in set(told) - ours if not told[name]} == set(), "no import, no reason"
+
+
+def test_what_the_tests_import_is_declared():
+    assert imported("tests", "scripts") - set(declared("lab", "gpu", "test")) == set()
+    beside = {r.split(">")[0] for r in PROJECT["optional-dependencies"]["test"]}
+    unused = beside - imported("tests", "scripts", "shadowkv_lab")
+    assert not [name for name in unused if not declared("test")[name]]
 
 
 @pytest.mark.parametrize(

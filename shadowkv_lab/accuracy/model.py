@@ -10,6 +10,7 @@ import torch
 from shadowkv_lab.accuracy.attention import divergence
 from shadowkv_lab.accuracy.storage import STORAGES, calibrated_scale, round_trip
 from shadowkv_lab.errors import CannotRun, OutOfRange
+from shadowkv_lab.files import read_text
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.sources import capture, checkpoint
 
@@ -77,7 +78,7 @@ def model_errors(
 
     directory = Path(checkpoint_dir)
     if isinstance(text, Path):
-        text = text.read_text(encoding="utf-8")
+        text = read_text(text)
     ids = capture.tokenise(directory, text)[:max_tokens]
     if len(ids) < 2:
         raise OutOfRange(

@@ -165,6 +165,7 @@ def bench_kernels(
 ) -> None:
     """Time each kernel beside its peers and this run's copy bandwidth."""
     from shadowkv_lab import machine
+    from shadowkv_lab.files import write
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import bench as kernels
     from shadowkv_lab.steps import measure as decode
@@ -182,8 +183,7 @@ def bench_kernels(
     origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
     text = json.dumps({"schema": 1, "origin": origin, "rows": rows}, indent=1)
     if record:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(text + "\n")
+        write(record, text + "\n")
     if as_json:
         typer.echo(text)
         return

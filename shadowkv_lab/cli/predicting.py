@@ -123,10 +123,10 @@ def budget(
     )
     load = Load(concurrency, context)
     if log:
-        found = logs.parse(log)
-        plan = logs.from_log(found, model or "glm-5", gpu or CASE_GPU, load=load, **options)
-        if found.missing and not as_json:
-            console.print(f"not in the log: {', '.join(found.missing)}")
+        reading = logs.read(log, model, gpu or CASE_GPU, **options)
+        plan = budget.budget(reading.deployment, load)
+        for line in reading.lines:
+            typer.echo(line, err=True) if as_json else console.print(line, soft_wrap=True)
     else:
         if model is None and gpu is None:
             at = published_deployment("case", **options)
@@ -150,9 +150,10 @@ def budget(
         scratch_gib="scratch GiB",
         left_gib="left GiB",
         fits="fits",
-        reason="why not, or not tried",
     )
     show(table.fillna("").to_dict("records"), columns, str(plan.deployment))
+    for reason, rows in table[table.reason != ""].groupby("reason", sort=False):
+        console.print(f"{', '.join(rows.strategy)}: {reason}")
 
 
 @app.command()
@@ -221,12 +222,14 @@ def reproduce(
         console.print(f"{row.strategy}: {row.verdict}")
     files = list(found.files)
     if notebook:
+        from shadowkv_lab import facts
         from shadowkv_lab.ui import notebooks
 
         with progress(quiet=False) as report:
             report("executing the decode lab", 0.5)
             target = out / "01_decode_lab.ipynb"
-            files.append(notebooks.execute("notebooks/01_decode_lab.ipynb", target))
+            lab = facts.shipped("notebooks") / target.name
+            files.append(notebooks.execute(lab, target, folder=out))
     console.print("\nwrote " + ", ".join(str(f) for f in files))
     failed = [check for check in found.checks if not check.ok]
     console.print(f"{len(found.checks) - len(failed)} of {len(found.checks)} checks hold")
@@ -247,18 +250,21 @@ def compare(
         Path | None, typer.Option(help="A profiler trace, gzip or not.")
     ] = None,
     after_trace: Annotated[Path | None, typer.Option(help="A profiler trace, gzip or not.")] = None,
-    model: Model = "glm-5",
+    model: Annotated[str | None, typer.Option(help="Default: what the files name.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A card of data/gpus; the trace's.")] = None,
     steps: Annotated[int | None, typer.Option(help="Decode steps of an unmarked trace.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers that read the pool; all.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="One picture and one sentence: FILE.md, .html or .png.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a patch changed in a server: TPOT, the cast that is left, and what could explain it.
 
-    A folder holds one run's *.jsonl, *.log and trace (*.json or *.json.gz).
+    A folder holds one run's result file (*.jsonl, or vLLM's *.json), *.log and trace.
     """
-    from shadowkv_lab.server import compare
-    from shadowkv_lab.steps import trace as profiled
+    from shadowkv_lab.server import compare, report
+    from shadowkv_lab.steps.trace import short_name
 
     found = compare.compare(
         compare.read(before, log=before_log, trace=before_trace),
@@ -268,24 +274,43 @@ def compare(
         steps=steps,
         layers=layers,
     )
+    wrote = []
+    if out:
+        from shadowkv_lab.ui.display import png
+
+        wrote = report.write(found, out, png)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=1))
         return
-    _print(found.tpot.drop(columns=["benchmark", "tpot_from"]))
-    if found.cast is not None:
+    console.print(found.sentence, style="bold", soft_wrap=True)
+    _print(found.tpot, columns={n: n.replace("_", " ") for n in _shown(found.tpot)})
+    if found.cast is not None and len(found.cast):
         show(
-            found.cast.assign(kernel=found.cast.kernel.map(profiled.short_name)).to_dict("records"),
-            dict(kernel="cast, ms a step", before_ms="before", after_ms="after"),
+            found.cast.assign(kernel=found.cast.kernel.map(short_name))
+            .fillna("")
+            .to_dict("records"),
+            dict(kernel="cast, ms per step", model="of", before_ms="before", after_ms="after"),
         )
-    console.print(f"{found.left:.0%} of the cast is left ({found.left_how})")
+    if found.left is not None:
+        console.print(f"{found.left:.0%} of the cast is left ({found.left_how})")
     if found.budget is not None:
         console.print(found.budget.formula)
-    wanted = ("hyp", "tpot", "off", "gb_", "total", "fits", "under")
-    shown = [name for name in found.hypotheses.columns if name.startswith(wanted)]
-    columns = {name: name.replace("_", " ") for name in shown}
-    _print(found.hypotheses, columns=columns)
-    for line in (found.sentence, *found.notes):
-        console.print(line)
+    if len(found.hypotheses):
+        wanted = ("hyp", "tpot", "off", "gb_", "total", "fits", "under")
+        shown = [name for name in found.hypotheses.columns if name.startswith(wanted)]
+        _print(found.hypotheses, columns={name: name.replace("_", " ") for name in shown})
+    for line in found.notes:
+        console.print(f"- {line}", soft_wrap=True)
+    if wrote:
+        console.print("wrote " + ", ".join(map(str, wrote)))
+
+
+def _shown(tpot) -> list[str]:
+    """The columns of a table of TPOTs that say something: a step beside it only with MTP."""
+    left_out = {"benchmark", "tpot_from", "repeats"}
+    if (tpot.before_step_ms == tpot.before_ms).all():
+        left_out |= {"before_step_ms", "after_step_ms"}
+    return [name for name in tpot.columns if name not in left_out]
 
 
 def _print(table, as_json: bool = False, columns: dict[str, str] | None = None) -> None:

@@ -60,7 +60,11 @@ def run_notebook(
         Path | None, typer.Option("-o", help="Where to; in place if left out.")
     ] = None,
 ) -> None:
-    """Execute a notebook from a clean kernel, with other parameters if asked for."""
+    """Execute a notebook from a clean kernel, with other parameters if asked for.
+
+    The name of one that the lab ships, such as 05_accuracy, stands for it: a copy is written.
+    """
+    from shadowkv_lab import facts
     from shadowkv_lab.ui import notebooks
 
     values = {}
@@ -69,7 +73,11 @@ def run_notebook(
         if not equals:
             raise OutOfRange(f"Parameter {text!r}", "NAME=VALUE, such as pool_tokens=131072")
         values[name] = _value(value)
-    console.print(f"wrote {notebooks.execute(notebook, output, values)}")
+    shipped, folder = facts.shipped("notebooks") / f"{notebook.stem}.ipynb", None
+    if not notebook.exists() and shipped.exists():
+        notebook, output = shipped, output or Path(shipped.name)
+        folder = output.resolve().parent
+    console.print(f"wrote {notebooks.execute(notebook, output, values, folder)}")
 
 
 def _value(text: str) -> object:

@@ -11,9 +11,9 @@ from shadowkv_lab import facts, machine
 from shadowkv_lab.deployment import GIB
 from shadowkv_lab.errors import NoAnswer, OutOfRange
 from shadowkv_lab.model import Model, load_model
-from shadowkv_lab.steps.fit import Fit, replays
+from shadowkv_lab.steps.fit import Fit
 from shadowkv_lab.steps.predict import at, predict_at
-from shadowkv_lab.steps.step import Step
+from shadowkv_lab.steps.step import Step, replays
 
 PAGE = 64  # SGLang's page for DSA models; its dummy page is cast with the rest of the buffer
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from fractions import Fraction
 
-import numpy as np
 import pandas as pd
 
 from shadowkv_lab import facts, machine
@@ -100,10 +99,11 @@ def hypotheses(
 
 def vector_cast_share(fitted: Fit, gpu: str = "h200") -> float | None:
     """Share of the datasheet's bandwidth that the lab's cast kernel reached, if recorded."""
-    curve = fitted.curves.get(("cast", "vector_cast", gpu, 0))
-    if curve is None:
+    tables = [fitted.tables[k] for k in fitted.of("cast", "", gpu) if k.kernel == "vector_cast"]
+    if not tables:
         return None
-    return float(np.exp(max(curve.knots[1][1])))
+    sizes, ms = tables[0].rows[1]
+    return float(max(sizes / ms / 1e6) / machine.card(gpu).bandwidth_gb_per_s)
 
 
 def recorded_hypotheses(of: Server | None = None) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import trace as profiled
 from shadowkv_lab.steps.predict import resized
 from shadowkv_lab.steps.rest import Rest
-from shadowkv_lab.steps.step import NOISY, PHASES, Step, append, recorded
+from shadowkv_lab.steps.step import NOISY, PHASES, Step, append, recorded, replays
 from shadowkv_lab.strategies import parse, parse_list
 from shadowkv_lab.strategies.check import TOLERANCE
 from shadowkv_lab.strategies.step import DecodeStep
@@ -107,7 +107,7 @@ def recorded_steps(
     wanted = (card, model, pool_tokens or published["pool_tokens"], load)
     found: dict[str, Step] = {}
     # What a user of flashinfer's "auto" gets, where several attention kernels were recorded.
-    for s in sorted(fit.replays(recorded() if steps is None else steps), key=lambda s: s.backend):
+    for s in sorted(replays(recorded() if steps is None else steps), key=lambda s: s.backend):
         if (s.card, s.setting.model.name, s.setting.pool_tokens, s.setting.load) == wanted:
             found[s.strategy.label] = s
     return sorted(found.values(), key=lambda s: s.strategy.order)

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>"
-LOG = """Load weight end. type=MadeUp, mem usage={weights_gib:.2f} GB.
+LOG = """Load weight end. type=GlmMoeDsaForCausalLM, mem usage={weights_gib:.2f} GB.
 KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: {pool_tokens}, KV size: {kv_gib:.2f} GB
 """
 

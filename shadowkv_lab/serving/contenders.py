@@ -132,17 +132,20 @@ def contenders(
     geometry, card, heads = at.model, at.card, at.heads
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
     plan = budget(at, strategies=chosen)
-    for refused in plan.refused:
+    if strategies and plan.refused:
+        refused = plan.refused[0]
         raise CannotRun(
             f"{refused.strategy.title} on {card.title}: {refused.verdict.reason}",
             remedy="Leave it out",
         )
+    able = {c.strategy.label for c in plan.capacities}
     rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
     return [
         Contender(
             s.label, plan.of(s).tokens, _step(s, geometry, card, plan.of(s).tokens, rest, heads)
         )
         for s in chosen
+        if s.label in able
     ]
 
 

@@ -1,10 +1,7 @@
 """Recorded traffic: the Azure CSV and the Mooncake JSONL, told apart by their first line."""
 
 import csv
-import gzip
 import itertools
-import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shadowkv_lab.errors import BadFile
+from shadowkv_lab.files import parse, read_text
 from shadowkv_lab.serving.traffic import Traffic
 
 
@@ -43,32 +41,13 @@ FORMATS = (AZURE, MOONCAKE)
 
 
 def load(path: "str | Path") -> Traffic:
-    """Traffic from a trace file; a name that ends in .gz is unpacked.
+    """Traffic from a trace file, gzip or not.
 
     Azure: `TIMESTAMP,ContextTokens,GeneratedTokens`. Mooncake: an object a line with `timestamp`
     (ms), `input_length`, `output_length`; its shared prefixes (`hash_ids`) are not used. The
     first request arrives at 0 s. Raises `BadFile` with file and line.
     """
-    path = Path(path)
-    try:
-        with _open(path) as lines:
-            return _read(path.name, lines)
-    except FileNotFoundError:
-        raise BadFile(f"There is no trace {path}", "a CSV or JSONL file, or its .gz") from None
-    except IsADirectoryError:
-        raise BadFile(f"{path} is a folder", "a CSV or JSONL file, or its .gz") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        remedy = "Fetch it again, or name it without .gz"
-        raise BadFile(f"{path.name} is no whole gzip file ({error})", "", remedy) from None
-    except UnicodeDecodeError:
-        remedy = "If it is gzip, let its name end in .gz"
-        raise BadFile(f"{path.name} is not text", "a UTF-8 CSV or JSONL file", remedy) from None
-
-
-def _open(path: Path):
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
+    return _read(Path(path).name, read_text(path).split("\n"))
 
 
 def _read(name: str, lines: Iterable[str]) -> Traffic:
@@ -150,22 +129,10 @@ def _from_csv(name, first, numbered) -> tuple[Format, Iterator]:
 
 
 def _from_json(name, first, numbered) -> tuple[Format, Iterator]:
-    kind = recognise(name, _object(name, *first))
+    kind = recognise(name, parse(first[1], dict, f"{name}, line {first[0]}"))
 
     def records():
         for i, line in itertools.chain([first], numbered):
-            yield i, list(map(_object(name, i, line).get, kind.columns))
+            yield i, list(map(parse(line, dict, f"{name}, line {i}").get, kind.columns))
 
     return kind, records()
-
-
-def _object(name: str, line: int, text: str) -> dict:
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        entry = None
-    if not isinstance(entry, dict):
-        raise BadFile(
-            f"{name}, line {line} is not a JSON object", "an object a line", "Is it cut short?"
-        )
-    return entry

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shadowkv_lab.errors import BadFile, OutOfRange, WrongResult
+from shadowkv_lab.files import read_text
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.sources import checkpoint, formats, poolfile
@@ -57,7 +58,7 @@ def capture(
     """
     directory = Path(checkpoint_dir)
     if isinstance(text, Path):
-        text = text.read_text(encoding="utf-8")
+        text = read_text(text)
     shape = load_model(directory)
     wanted = parse_layers(layers, shape.layers)
     ids = tokenise(directory, text)[:max_tokens]

@@ -6,7 +6,6 @@ and three layers, 4.3 GB of BF16. BF16, F16 and F32 tensors are read as they are
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shadowkv_lab.errors import BadFile, CannotRun, OutOfRange
+from shadowkv_lab.files import read_json
 from shadowkv_lab.model import Model
 from shadowkv_lab.model import load_model as model_of
 from shadowkv_lab.sources.tensorfile import TensorFile
@@ -116,15 +116,12 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
     """The folder's index and config; opens no shard. Raises what is wrong with the folder."""
     directory = Path(directory)
     model_of(directory)  # raises BadFile
-    config = json.loads((directory / "config.json").read_text())
+    config = read_json(directory / "config.json")
     method = quantisation(directory, config)
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index.is_file():
-        try:
-            shard_of = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadFile(f"{index.name} cannot be read ({error!r})") from None
+        shard_of = read_json(index, _Index).weight_map
     elif single.is_file():
         shard_of = dict.fromkeys(TensorFile(single).entries, single.name)
     else:
@@ -139,6 +136,20 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
     return Shards(directory, shard_of, method), config
 
 
+@dataclass(frozen=True)
+class _Index:
+    """`model.safetensors.index.json`: the shard of each tensor."""
+
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Quantised:
+    """modelopt's `hf_quant_config.json`."""
+
+    quantization: dict
+
+
 def quantisation(directory: Path, config: dict) -> str:
     """The checkpoint's quantisation method; raises `BadFile` for unread ones.
 
@@ -148,7 +159,7 @@ def quantisation(directory: Path, config: dict) -> str:
     found = config.get("quantization_config") or {}
     method = str(found.get("quant_method", "")).lower()
     if not found and (extra := directory / "hf_quant_config.json").is_file():
-        method = "modelopt " + json.loads(extra.read_text())["quantization"].get("quant_algo", "")
+        method = f"modelopt {read_json(extra, _Quantised).quantization.get('quant_algo', '')}"
     block = found.get("weight_block_size", [BLOCK, BLOCK])
     if method.split(" ")[0] not in ("", "fp8", "modelopt") or block != [BLOCK, BLOCK]:
         raise BadFile(

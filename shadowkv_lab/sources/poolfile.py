@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shadowkv_lab.errors import BadFile, LabError, OutOfRange
+from shadowkv_lab.files import parse
 from shadowkv_lab.kernels.reference import bits
 from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
@@ -105,8 +106,9 @@ def load(path: Path | str, geometry: Model | None = None) -> PoolFile:
             "Update the lab, or write the file again",
         )
     try:
-        shape = Model(**json.loads(meta["geometry"]))
-        layers = tuple(int(n) for n in json.loads(meta["layers"]))
+        header = f"the header of {file.path.name}"
+        shape = parse(meta["geometry"], Model, header)
+        layers = parse(meta["layers"], tuple[int, ...], header)
         scale, page_size, storage = float(meta["scale"]), int(meta["page_size"]), meta["storage"]
         tokens = file.entry(f"rows.{layers[0]}").shape[0]
         lens = tuple(file.view("lens").tolist()) if "lens" in file else (tokens,)

@@ -1,14 +1,13 @@
 """Safetensors files, read lazily and written whole or not at all.
 
-The format is the safetensors library's (an 8-byte length, a JSON header, the tensors' bytes), and
-the tests hold the two against each other. The lab reads and writes it itself for three reasons:
-a file too large for memory is written layer by layer, with progress; a 700 GB checkpoint is read
-tensor by tensor without its pages staying resident; and what is wrong with a file is named.
+The library checks a file; its tensors are views of a shared, read-only map, so that a pool larger
+than the memory can be opened (the library's own map counts against it whole). It also has no
+writer that takes one tensor at a time: a file too large for memory is written here layer by layer,
+with progress.
 """
 
 import json
 import mmap
-import os
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from shadowkv_lab.errors import BadFile
-from shadowkv_lab.files import replacing
+from shadowkv_lab.files import parse, replacing
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,21 +34,14 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-IS = "safetensors: an 8-byte header length, a JSON header, then the tensors"
 
 
 class Entry(NamedTuple):
-    """One tensor of a header."""
+    """One tensor of a header: dtype as the format calls it ("BF16"), first byte in the file."""
 
-    dtype: str  # the format's name, such as "BF16"
+    dtype: str
     shape: tuple[int, ...]
-    start: int  # bytes from the beginning of the file
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
+    start: int
 
 
 class TensorFile:
@@ -61,24 +54,21 @@ class TensorFile:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         try:
-            with open(self.path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            with safe_open(self.path, "np"), open(self.path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                    raise ValueError(f"its first 8 bytes promise a header of {length} bytes")
-                header = json.loads(file.read(length))
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            self.entries = {name: _entry(value, 8 + length) for name, value in header.items()}
+                header = parse(file.read(length), dict, str(path))
         except OSError as error:
-            raise BadFile(f"{path} cannot be read ({error.strerror})") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadFile(f"{self.path.name} is not a safetensors file ({error})", IS) from None
-        end = max((entry.stop for entry in self.entries.values()), default=8 + length)
-        if end > size:
+            raise BadFile(f"{path} cannot be read ({error})") from None
+        except SafetensorError as error:
             raise BadFile(
-                f"{self.path.name} is truncated: {size:,} bytes of {end:,}",
+                f"{path} is not a whole safetensors file ({error})",
                 remedy="Copy or download it again",
-            )
+            ) from None
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.entries = {
+            name: Entry(e["dtype"], tuple(e["shape"]), 8 + length + e["data_offsets"][0])
+            for name, e in header.items()
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -86,20 +76,19 @@ class TensorFile:
     def entry(self, name: str) -> Entry:
         """Dtype, shape and place of a tensor; raises `BadFile` if there is none."""
         if name not in self.entries:
-            raise BadFile(f"{self.path.name} has no tensor {name!r}", _some(self.entries))
+            names = sorted(self.entries)
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            raise BadFile(f"{self.path.name} has no tensor {name!r}", ", ".join(names[:6]) + more)
         return self.entries[name]
 
     @cached_property
     def _map(self) -> mmap.mmap:
         with open(self.path, "rb") as file:
-            # Shared and read-only: a private map of 20 GB would count against the machine's memory.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def view(self, name: str) -> torch.Tensor:
         """A read-only tensor over the mapped file: only the pages that are touched are read."""
-        entry = self.entry(name)
-        dtype = self._dtype(name, entry)
-        count = entry.nbytes // dtype.itemsize
+        entry, dtype, count = self._place(name)
         if not count:
             return torch.empty(entry.shape, dtype=dtype)
         if entry.start % dtype.itemsize:  # a foreign writer's header may leave tensors unaligned
@@ -111,38 +100,24 @@ class TensorFile:
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in memory of its own; none of the file stays mapped."""
-        entry = self.entry(name)
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        entry, dtype, count = self._place(name)
+        out = torch.empty(count, dtype=dtype)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(entry.start)
-            target, done = memoryview(raw.numpy()), 0
-            while done < entry.nbytes and (count := file.readinto(target[done:])):
-                done += count
-        if done < entry.nbytes:
-            raise BadFile(f"{self.path.name} ended within {name!r}: it has been truncated")
-        return raw.view(self._dtype(name, entry)).view(entry.shape)
+            target, done = memoryview(out.view(torch.uint8).numpy()), 0
+            while done < out.nbytes and (got := file.readinto(target[done:])):
+                done += got
+        if done < out.nbytes:
+            raise BadFile(f"{self.path} ended within {name!r}: it has been truncated")
+        return out.view(entry.shape)
 
-    def _dtype(self, name: str, entry: Entry) -> torch.dtype:
+    def _place(self, name: str) -> tuple[Entry, torch.dtype, int]:
+        entry = self.entry(name)
         if entry.dtype not in DTYPES:
             raise BadFile(
                 f"{name!r} of {self.path.name} has dtype {entry.dtype}", ", ".join(DTYPES)
             )
-        return DTYPES[entry.dtype]
-
-
-def _entry(value: dict, offset: int) -> Entry:
-    start, stop = (int(v) for v in value["data_offsets"])
-    shape = tuple(int(n) for n in value["shape"])
-    count = torch.Size(shape).numel()
-    itemsize = DTYPES[value["dtype"]].itemsize if value["dtype"] in DTYPES else None
-    if start < 0 or min((0, *shape)) < 0 or (itemsize and stop - start != count * itemsize):
-        raise ValueError(f"{value['dtype']} {shape} does not take bytes {start} to {stop}")
-    return Entry(value["dtype"], shape, offset + start, offset + stop)
-
-
-def _some(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        return entry, DTYPES[entry.dtype], torch.Size(entry.shape).numel()
 
 
 def header(

@@ -1,221 +1,365 @@
-"""Utilisation of bandwidth per phase, kernel and GPU, fitted to recorded steps.
+"""Which evidence answers for a phase: the tables of shipped times, and how one is chosen.
 
-`time = launch + bytes / (bandwidth x utilisation)` per layer. The launch is what the two
-smallest sizes leave at zero bytes; utilisation is then read off every recorded size and
-interpolated between them in log space. Bandwidth is the datasheet's, so that a utilisation can
-be lent to another card; on a device without a card file it is the copy bandwidth of the run.
+The order, for attention of a strategy on a card: the kernel asked for, or those that the engine
+would run there; its own head count; the head counts around it; another card's table, lent. What
+each of them is worth is measured by leaving it out (`held_out`), and gives a prediction its range.
 """
 
-import json
-import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
 
-from shadowkv_lab import facts, machine
-from shadowkv_lab.model import load_model
-from shadowkv_lab.steps import step as steps
+from shadowkv_lab import facts, files, machine
+from shadowkv_lab.errors import NoAnswer, UnknownName
+from shadowkv_lab.machine import Card
+from shadowkv_lab.provenance import Kind, Provenance, assumed, calibrated
+from shadowkv_lab.steps import evidence
+from shadowkv_lab.steps.evidence import LAUNCH_MS, REACH, Key, Point, Table, table_of
 from shadowkv_lab.steps.step import Step
-from shadowkv_lab.strategies import parse
 
-KEY = ["phase", "kernel", "gpu", "heads"]
-EDGE = 1.001  # a size this close to the recorded range is inside it
+# The kernel that reads BF16 where nobody names one, by SM generation: FlashInfer's as the lab
+# records it, then those of SGLang's and TensorRT-LLM's tables.
+PREFERRED = {
+    9: (
+        *("flashinfer_fa3", "flashinfer_fa3_fp8", "flash_attention"),
+        *("flashinfer_fa2", "flashinfer_fa2_fp8", "trtllm_default"),
+    ),
+    10: ("trtllm_mla", "trtllm_default"),
+    12: ("flashinfer_fa2", "triton"),
+}
+ISSUE_BOUND = {"full_cast", "lab_fused_fp8"}  # bound by instructions on an H200, not by memory
 
 
-class Time(NamedTuple):
-    """Milliseconds of one layer, and whether the size lies within the recorded ones."""
+class Answer(NamedTuple):
+    """One layer's time in a phase; `basis` names the kind of prediction, for its range."""
 
     ms: float
-    inside: bool
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Utilisation of one kernel on one GPU: for each request count, over the size of a request.
-
-    `knots[R]` holds (log size, log utilisation). Casts and writes do not depend on the requests
-    apart from their bytes: their one curve lies at R = 1, over the bytes.
-    """
-
-    launch_ms: float
-    gb_per_s: float
-    knots: dict[int, tuple[np.ndarray, np.ndarray]]
-
-    def utilisation(self, size: float, requests: float) -> tuple[float, bool]:
-        """Share of the bandwidth, and whether it is interpolated; edges are held outside."""
-        counts = sorted(self.knots)
-        low = max((c for c in counts if c <= requests), default=counts[0])
-        high = min((c for c in counts if c >= requests), default=counts[-1])
-        inside = counts[0] <= requests <= counts[-1]
-        values = []
-        for count in (low, high):
-            x, y = self.knots[count]
-            inside &= x[0] - np.log(EDGE) <= np.log(size) <= x[-1] + np.log(EDGE)
-            values.append(float(np.interp(np.log(size), x, y)))
-        share = 0.0 if low == high else np.log(requests / low) / np.log(high / low)
-        return float(np.exp(values[0] + share * (values[1] - values[0]))), bool(inside)
-
-    def time(
-        self, moved_bytes: float, size: float, requests: float = 1, gb_per_s: float | None = None
-    ) -> Time:
-        """One layer's time; `gb_per_s` lends the utilisation to a card of that bandwidth."""
-        utilisation, inside = self.utilisation(size, requests)
-        moving = moved_bytes / ((gb_per_s or self.gb_per_s) * utilisation * 1e6)
-        return Time(self.launch_ms + moving, inside)
-
-
-def points(measured: Iterable[Step], benches: Iterable[Path] = ()) -> pd.DataFrame:
-    """One row for each phase of each step, and of each kernel benchmark, that bears on a kernel.
-
-    Phases of mixed layers and superseded steps are left out. `bytes`, `size` and `ms` are one
-    layer's.
-    """
-    rows = []
-    for s in replays(measured):
-        card = machine.card_of(s.card)
-        layers, R = s.setting.model.layers, s.setting.load.new_tokens
-        casts = any(p.name == "cast" and p.bytes for p in s.phases)
-        for p in s.phases:
-            if p.curve is None or p.ms <= 0:
-                continue
-            attention = p.name == "attention"
-            rows.append(
-                dict(
-                    gpu=s.card,
-                    gb_per_s=card.bandwidth_gb_per_s if card else s.origin.copy_gb_per_s,
-                    phase=p.name,
-                    kernel=p.curve,
-                    heads=s.setting.heads if attention else 0,
-                    requests=R if attention else 1,
-                    size=s.setting.load.live_tokens / R if attention else p.bytes / layers,
-                    bytes=p.bytes / layers,
-                    ms=p.ms / layers,
-                    # Behind a cast, attention and write are differences of two long times: used
-                    # only if there is nothing better.
-                    exact=p.name == "cast" or not casts,
-                )
-            )
-    known = {(r["kernel"], r["gpu"], r["heads"]) for r in rows if r["phase"] == "attention"}
-    for path in benches:
-        rows += bench_points(path, known)
-    frame = pd.DataFrame(rows + _published())
-    best = frame.groupby(KEY)["exact"].transform("any")
-    return frame[frame.exact | ~best]
-
-
-def replays(measured: Iterable[Step]) -> list[Step]:
-    """The newest step of each cell; of a card's CUDA-graph replays only, where it has some."""
-    newest = steps.latest(measured)
-    graphs = {s.card for s in newest if s.mode == "graph"}
-    return [s for s in newest if s.mode == "graph" or s.card not in graphs]
-
-
-def reads_of(kernel: str) -> str:
-    """What an attention kernel reads: "bf16", "fused_fp8" (the lab's own), "native_fp8"."""
-    if kernel == "lab_fused_fp8":
-        return "fused_fp8"
-    return "native_fp8" if kernel.endswith("_fp8") else "bf16"
-
-
-def _published() -> list[dict]:
-    """The GLM-5 report's own cast: it calibrates `full_cast` on the cards it may have had."""
-    case = facts.find("published", "published result", "case")
-    model = load_model(case["model"])
-    moved = parse("full_cast").moves(model, case["pool_tokens"], 0, 0).cast_bytes
-    return [
-        dict(
-            gpu=gpu,
-            gb_per_s=machine.card(gpu).bandwidth_gb_per_s,
-            phase="cast",
-            kernel="full_cast",
-            heads=0,
-            requests=1,
-            size=moved,
-            bytes=moved,
-            ms=case["cast_ms"] / model.layers,
-            exact=True,
-        )
-        for gpu in case["gpu"]
-    ]
-
-
-def curve(rows: pd.DataFrame) -> Curve:
-    """The curve through all points of one key; repeated sizes enter by their median."""
-    rows = rows.groupby(["requests", "size"], as_index=False)[["bytes", "ms", "gb_per_s"]].median()
-    smallest = rows.groupby("bytes", as_index=False).ms.median()
-    launch = 0.0
-    if len(smallest) > 1:
-        (b0, t0), (b1, t1) = smallest.to_numpy()[:2]
-        launch = max(0.0, min(t0 - (t1 - t0) / (b1 - b0) * b0, 0.98 * float(rows.ms.min())))
-    share = rows.bytes / (rows.gb_per_s * (rows.ms - launch) * 1e6)
-    knots = {
-        int(count): (np.log(part["size"].to_numpy()), np.log(share[part.index].to_numpy()))
-        for count, part in rows.sort_values("size").groupby("requests")
-    }
-    return Curve(launch, float(rows.gb_per_s.median()), knots)
+    kernel: str
+    basis: str
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
 class Fit:
-    """All curves of some steps, by (phase, kernel, GPU, heads)."""
+    """All tables of some evidence."""
 
-    curves: dict[tuple[str, str, str, int], Curve]
-    weight: dict[tuple[str, str, str, int], int]  # recorded sizes behind each curve
+    tables: dict[Key, Table]
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _found: dict = field(default_factory=dict, compare=False, repr=False)
 
-    def keys(self, phase: str, kernels: Iterable[str] | None = None) -> list[tuple]:
-        """The fitted keys of a phase, of some kernels, those with most sizes behind them first."""
-        wanted = None if kernels is None else set(kernels)
-        found = [k for k in self.curves if k[0] == phase and (wanted is None or k[1] in wanted)]
-        return sorted(found, key=lambda k: (-self.weight[k], k))
+    @property
+    def cards(self) -> set[str]:
+        """Cards and devices with a table."""
+        return {key.card for key in self.tables}
+
+    def of(self, phase: str, reads: str = "", card: str | None = None) -> list[Key]:
+        """The keys of a phase, of what attention reads, and of one card."""
+        asked = (phase, reads, card)
+        if asked not in self._found:
+            self._found[asked] = [
+                k
+                for k in self.tables
+                if k.phase == phase and k.reads == reads and card in (None, k.card)
+            ]
+        return self._found[asked]
+
+    def range_of(self, basis: str) -> tuple[float, float]:
+        """Factors between which four of five times lay, where this kind of prediction was made."""
+        return self.ranges.get(basis, (1.0, 1.0))
+
+    def attention(
+        self,
+        reads: str,
+        card: str,
+        heads: int,
+        requests: float,
+        context: float,
+        *,
+        backend: str | None = None,
+        page_size: int = 1,
+        gathered: bool = False,
+        row_bytes: int = 1152,
+    ) -> Answer:
+        """One layer's attention of `requests` requests of `context` tokens on a card.
+
+        `gathered` rows lie one behind the other, as a gather leaves them.
+        """
+        asked = (requests, context)
+        if backend and not any(k.kernel == backend for k in self.of("attention", reads)):
+            known = {k.kernel for k in self.of("attention", reads)}
+            raise UnknownName(f"attention kernel that reads {reads}", backend, known)
+        here = self.of("attention", reads, card)
+        if kernel := self._kernel(here, card, heads, backend):
+            own = _of_rows([k for k in here if k.kernel == kernel], page_size, gathered)
+            return self._heads(own, heads, asked, page_size)
+        return self._lent(reads, card, heads, asked, backend, page_size, row_bytes)
+
+    def moved(self, phase: str, kernel: str, card: str, moved_bytes: float) -> Answer:
+        """One layer's cast or write of some bytes on a card."""
+        here = [k for k in self.of(phase, "", card) if k.kernel == kernel]
+        if here:
+            found = self.tables[here[0]](1, moved_bytes)
+            if found.place == "inside":
+                return Answer(found.ms, kernel, phase, calibrated(_where(self.tables[here[0]])))
+            how = f"beyond the sizes of {_where(self.tables[here[0]])}"
+            return Answer(found.ms, kernel, f"{phase} beyond", assumed(how))
+        words = ""
+        known = self.of(phase)
+        if not any(k.kernel == kernel for k in known):
+            plain = [k for k in known if k.kernel not in ISSUE_BOUND] or known
+            words = f"no run of a kernel for {kernel}'s {phase}, so as {{}} does it; "
+        else:
+            plain = [k for k in known if k.kernel == kernel]
+        if not plain:
+            raise self._nothing(f"the {phase} of {kernel}", card)
+        own = [k for k in plain if k.card == card]
+        lender = own[0] if own else min(plain, key=lambda k: (_apart(k.card, card), self._order(k)))
+        table = self.tables[lender]
+        there = table(1, moved_bytes)
+        basis = "another kernel" if words else f"{phase} lent"
+        if own:
+            how = words.format(lender.kernel).rstrip("; ")
+            return Answer(there.ms, kernel, basis, assumed(how))
+        ms = _lend(lender, there.ms, LAUNCH_MS / 2, card)
+        floor = moved_bytes / (_card(card, self).bandwidth_gb_per_s * REACH) / 1e6
+        how = f"{words.format(lender.kernel)}{lender.kernel} on {lender.card}, {_scaled(lender)}"
+        return Answer(max(ms, floor), kernel, basis, assumed(how))
+
+    def host(self, label: str, card: str, requests: float, context: float) -> Answer:
+        """What the host takes to launch one layer of a strategy eagerly."""
+        known = self.of("host")
+        if not known:
+            raise self._nothing("the host's time of eager launches", card)
+        key = min(known, key=lambda k: (k.kernel != label, k.card != card, k))
+        words = [f"recorded on {key.card}'s host"]
+        if key.kernel != label:
+            words.append(f"as {key.kernel} is launched")
+        kind = calibrated if (key.kernel, key.card) == (label, card) else assumed
+        ms = self.tables[key](requests, context).ms
+        return Answer(ms, key.kernel, "another kernel", kind(", ".join(words)))
+
+    # Which kernel, and from which head counts.
+
+    def _kernel(self, here: list[Key], card: str, heads: int, backend: str | None) -> str | None:
+        """The kernel whose tables answer here; one that has this head count, or head counts on
+        both sides of it, before one that has not."""
+        if backend:
+            return backend if any(k.kernel == backend for k in here) else None
+        # TensorRT-LLM's kernel on SM120 does not split a request: it says nothing of others there.
+        split = _generation(card) != 12
+        counts = defaultdict(set)
+        for key in here:
+            if split or key.kernel != "trtllm_default":
+                counts[key.kernel].add(key.heads)
+        order = {name: i for i, name in enumerate(PREFERRED.get(_generation(card), ()))}
+
+        def rank(kernel: str) -> tuple:
+            within = min(counts[kernel]) <= heads <= max(counts[kernel])
+            return not within, order.get(kernel, 99), kernel
+
+        return min(counts, key=rank, default=None)
+
+    def _heads(self, keys: list[Key], heads: int, asked: tuple, page_size: int) -> Answer:
+        """From the tables of one kernel on this card: its own head count, or those around it."""
+        tables = {k.heads: self.tables[k] for k in keys}
+        low = max((h for h in tables if h <= heads), default=min(tables))
+        high = min((h for h in tables if h >= heads), default=max(tables))
+        one = tables[low]
+        found, other = one(*asked), tables[high](*asked)
+        words, basis, kind = [_where(one)], f"{one.kind.value} table", calibrated
+        if low != high:
+            words.append(f"between {low} and {high} heads")
+            basis, kind = "between heads", assumed
+        elif low != heads:
+            words.append(f"as with {low} heads" + (", and growing" if heads > low else ""))
+            basis, kind = "other heads", assumed
+        if not found.place == other.place == "inside":
+            words.append("beyond its contexts or requests, at the pace of its last ones")
+            basis, kind = "beyond", assumed
+        table = basis == f"{one.kind.value} table"
+        ms = found.ms if table else self._rising(keys, heads, asked)
+        if one.key.page_size not in (0, page_size):
+            words.append(f"as at page size {one.key.page_size}")
+            kind = assumed
+        if one.kind == Kind.PUBLISHED and _warm(one.key, asked):
+            words.append("its L2 was warm, a real step's is cold")
+        return Answer(ms, one.key.kernel, basis, kind(", ".join(words)))
+
+    def _with_heads(self, key: Key, heads: int, asked: tuple) -> list[float]:
+        """A head count that no table here has: as the nearest other card with it, lent."""
+        there = [
+            k for k in self.of("attention", key.reads) if k.heads == heads and lends(k, key.card)
+        ]
+        there = [k for k in there if k.card != key.card and machine.card_of(k.card)]
+        if not there or not machine.card_of(key.card):
+            return []
+        nearest = min(there, key=lambda k: (_apart(k.card, key.card), _rank(k), k))
+        return [_lend(nearest, self.tables[nearest].rising(*asked), LAUNCH_MS, key.card)]
+
+    def _lent(
+        self,
+        reads: str,
+        card: str,
+        heads: int,
+        asked: tuple,
+        backend: str | None,
+        page_size: int,
+        row_bytes: int,
+    ) -> Answer:
+        """From another card: launch + max(its share of bandwidth, what the bytes take)."""
+        target = _card(card, self)
+        known = [k for k in self.of("attention", reads) if machine.card_of(k.card)]
+        if backend:
+            known = [k for k in known if k.kernel == backend]
+        known = [k for k in known if lends(k, card)] or known
+        passes = -(-heads // 16) if reads == "bf16" and _generation(card) == 12 else 1
+        moved = asked[0] * asked[1] * row_bytes
+        floor = LAUNCH_MS + passes * moved / (target.bandwidth_gb_per_s * REACH) / 1e6
+        if not known:
+            how = (
+                f"no time of a kernel that reads {reads}, so its bytes at {REACH:.0%} of bandwidth"
+            )
+            return Answer(floor, reads, "another kernel", assumed(how))
+        nearest = min(known, key=lambda k: (_apart(k.card, card), _rank(k), k.kernel))
+        keys = [k for k in known if (k.card, k.kernel) == (nearest.card, nearest.kernel)]
+        keys = _of_rows(keys, page_size, False)
+        there = self._rising(keys, heads, asked)
+        ms = _lend(nearest, there, LAUNCH_MS, card)
+        sibling = _apart(nearest.card, card) == 0
+        basis = "lent by its generation" if sibling else "lent by another generation"
+        how = f"{nearest.kernel} on {nearest.card}, {_scaled(nearest)}"
+        return Answer(max(ms, floor), nearest.kernel, basis, assumed(how))
+
+    def _rising(self, keys: list[Key], heads: int, asked: tuple) -> float:
+        """Time that rises with heads, requests and context, as a formula's does."""
+        times = {k.heads: self.tables[k].rising(*asked) for k in keys}
+        low = max((h for h in times if h <= heads), default=min(times))
+        high = min((h for h in times if h >= heads), default=max(times))
+        fewer = max(times[h] for h in times if h <= low)
+        if low == heads or heads < low:  # fewer heads take no longer
+            return fewer
+        if low == high:
+            elsewhere = self._with_heads(keys[0], heads, asked)
+            return max([fewer, *elsewhere]) if elsewhere else fewer * heads / low
+        share = np.log(heads / low) / np.log(high / low)
+        return float(fewer ** (1 - share) * max(fewer, times[high]) ** share)
+
+    def _order(self, key: Key) -> tuple:
+        """Recorded tables first, then the larger ones."""
+        table = self.tables[key]
+        return table.kind, -len(table), key
+
+    def _nothing(self, what: str, card: str) -> NoAnswer:
+        return NoAnswer(
+            f"No recorded or published time bears on {what} on {card}",
+            f"cards and devices with times: {', '.join(sorted(self.cards))}",
+            "Record one with shadowkv measure --record, or choose a card of data/gpus",
+        )
 
 
-def fit(measured: Sequence[Step] | None = None, benches: Iterable[Path] = ()) -> Fit:
-    """Fit recorded steps; those under data/runs, and its kernel benchmarks, if none are given."""
+def _card(name: str, fitted: Fit) -> Card:
+    """The card to lend to; raises `UnknownName`, or `NoAnswer` for a device without a file."""
+    card = machine.card_of(name)
+    if card is None:
+        if name in fitted.cards:
+            raise fitted._nothing("this", name)
+        raise UnknownName("GPU", name, {*machine.known_cards(), *fitted.cards})
+    return card
+
+
+def lends(key: Key, card: str) -> bool:
+    """Whether a kernel's table says something of another card's kernels.
+
+    Off Hopper fa3 lends and not fa2: it is the nearer one to every published table there. Triton's
+    many passes are SM120's alone, and so is a TensorRT-LLM kernel that does not split a request.
+    """
+    if _generation(key.card) == 12:
+        return key.kernel == "triton" and _generation(card) == 12
+    return "fa2" not in key.kernel
+
+
+def _generation(name: str) -> int | None:
+    card = machine.card_of(name)
+    return card.compute_capability[0] if card and card.compute_capability else None
+
+
+def _apart(lender: str, card: str) -> int:
+    """0 for cards of one generation, 1 for Hopper's tables, 2 for any other."""
+    if _generation(lender) == _generation(card):
+        return 0
+    return 1 if _generation(lender) == 9 else 2
+
+
+def _rank(key: Key) -> int:
+    order = PREFERRED.get(_generation(key.card), ())
+    return order.index(key.kernel) if key.kernel in order else 99
+
+
+def _of_rows(keys: list[Key], page_size: int, gathered: bool) -> list[Key]:
+    """The keys of one way in which rows lie: the one asked for, where it was recorded."""
+    as_laid = [k for k in keys if k.gathered == gathered] or keys
+    exact = [k for k in as_laid if k.page_size in (0, page_size)]
+    return exact or [k for k in as_laid if k.page_size == as_laid[0].page_size]
+
+
+def _lend(lender: Key, ms: float, launch_ms: float, card: str) -> float:
+    """A time on the lender's card as it would be on another: launches stay, the rest scales."""
+    there, here = machine.card_of(lender.card), machine.card_of(card)
+    by_bandwidth = there.bandwidth_gb_per_s / here.bandwidth_gb_per_s
+    by_issue = there.issue_rate / here.issue_rate
+    # A kernel bound by instructions gains no more from bandwidth than one that is bound by it.
+    scale = max(by_bandwidth, by_issue) if lender.kernel == "lab_fused_fp8" else by_bandwidth
+    if lender.kernel == "full_cast":
+        scale = by_issue
+    launch = min(launch_ms, ms)
+    return launch + (ms - launch) * scale
+
+
+def _scaled(lender: Key) -> str:
+    if lender.kernel == "full_cast":
+        return "scaled by SMs and clock, which bind it"
+    if lender.kernel == "lab_fused_fp8":
+        return "scaled by bandwidth or by SMs and clock, whichever gives less"
+    return "at its share of the bandwidth"
+
+
+def _where(table: Table) -> str:
+    words = "recorded runs" if table.kind == Kind.RECORDED else "a published table"
+    return f"{table.key.kernel} on {table.key.card}, {words}"
+
+
+def _warm(key: Key, asked: tuple) -> bool:
+    card = machine.card_of(key.card)
+    row_bytes = 1152 if key.reads == "bf16" else 576
+    return asked[0] * asked[1] * row_bytes < card.l2_mb * 1e6
+
+
+def fit_points(points: Iterable[Point], ranges: dict | None = None) -> Fit:
+    """The tables of some evidence."""
+    groups = defaultdict(list)
+    for point in points:
+        groups[point.key].append(point)
+    return Fit({key: table_of(key, found) for key, found in groups.items()}, ranges or {})
+
+
+def fit(measured: Sequence[Step] | None = None) -> Fit:
+    """The fit of recorded steps beside the published tables; of all that is shipped without."""
     if measured is None:
-        return _fit_of(facts.stamps("runs", "*.jsonl"), facts.stamps("runs", "*_kernels.json"))
-    groups = dict(list(points(measured, benches).groupby(KEY)))
-    return Fit({k: curve(g) for k, g in groups.items()}, {k: len(g) for k, g in groups.items()})
+        stamps = [facts.stamps("runs", pattern) for pattern in ("*.jsonl", "*_kernels.json")]
+        return _shipped(*stamps, facts.stamps("published/tables", "*.csv"))
+    return fit_points([*evidence.of_steps(measured), *evidence.published()], ranges())
 
 
 @cache
-def _fit_of(runs: tuple, benches: tuple) -> Fit:
-    return fit(steps.recorded(), [path for path, _ in benches])
+def _shipped(*stamps: tuple) -> Fit:
+    return fit_points(evidence.shipped(), ranges())
 
 
-def bench_points(path: Path, known: set[tuple]) -> list[dict]:
-    """Attention kernels timed by `shadowkv bench kernels` that no step has: (kernel, GPU, heads).
-
-    Its peers there are those that a step does not choose by itself, such as fa2 beside fa3.
-    """
-    entry, rows = json.loads(path.read_text()), []
-    card = machine.card_of(entry["origin"]["device"])
-    model = load_model("glm-5")  # its latent row is every bench's
-    for row in entry["rows"]:
-        name = row["kernel"].replace("flashinfer bf16 ", "flashinfer_")
-        name = re.sub(r"flashinfer native_fp8 (\w+)", r"flashinfer_\1_fp8", name)
-        name = "lab_fused_fp8" if name == "fused_fp8" else name
-        load = re.fullmatch(r"(\d+) x (\d+)", row["shape"])
-        if not (card and load and row["heads"]) or (name, card.name, row["heads"]) in known:
-            continue
-        R, n = int(load[1]), int(load[2])
-        a_layer = R * n * model.row_bytes("bf16" if reads_of(name) == "bf16" else "fp8")
-        rows.append(
-            dict(
-                gpu=card.name,
-                gb_per_s=card.bandwidth_gb_per_s,
-                exact=True,
-                phase="attention",
-                kernel=name,
-                heads=row["heads"],
-                requests=R,
-                size=n,
-                bytes=a_layer,
-                ms=row["ms"] * a_layer / row["bytes"],
-            )
-        )
-    return rows
+def ranges() -> dict[str, tuple[float, float]]:
+    """The factors of data/published/tables/errors.json, which `held_out.record` writes."""
+    kept = files.read_json(facts.path("published", "tables", "errors.json"))["ranges"]
+    return {basis: (found["low"], found["high"]) for basis, found in kept.items()}

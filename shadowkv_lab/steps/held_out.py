@@ -1,97 +1,188 @@
-"""How far predictions are off on steps that the fit has not seen: whole pools, contexts, models."""
+"""How far predictions are off on times that they have not seen, by kind of prediction.
 
-from collections.abc import Callable, Iterator, Sequence
+Left out in turn, whole: every card, head count and request count, the longest contexts, and one
+cell in four of every table. Each left-out time is predicted from the others, and its error counts
+for the kind of prediction that was made (`Answer.basis`), which gives such a prediction its range.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
+from shadowkv_lab import facts, files
 from shadowkv_lab.errors import NoAnswer
-from shadowkv_lab.steps.fit import fit, replays
-from shadowkv_lab.steps.predict import predict_again
-from shadowkv_lab.steps.step import Step
+from shadowkv_lab.steps import evidence
+from shadowkv_lab.steps.evidence import Point
+from shadowkv_lab.steps.fit import Answer, Fit, fit_points
+
+LONG = 32_768  # contexts from here on are left out together
+COVERED = 0.8  # share of times that a range is to hold
 
 
 class Group(NamedTuple):
-    """What is held out together: single cells would leak, as a cast depends on the pool only."""
+    """What is left out together, so that no neighbour of it leaks."""
 
     kind: str
     name: str
-    holds: Callable[[Step], bool]
+    holds: Callable[[Point], bool]
 
 
-def groups(measured: Sequence[Step]) -> Iterator[Group]:
-    """Every pool size and every context of the model with most steps; each other model whole."""
-    names = [s.setting.model.name for s in measured]
-    main = max(sorted(set(names)), key=names.count)
-    ours = [s.setting for s in measured if s.setting.model.name == main]
+def groups(points: Sequence[Point]) -> Iterator[Group]:
+    """Every card, head count per card, request count, the longest contexts, a quarter of cells."""
+    attention = [p for p in points if p.key.phase == "attention"]
 
-    def at_pool(P: int) -> Callable[[Step], bool]:
-        return lambda s: s.setting.model.name == main and s.setting.pool_tokens == P
+    def where(**wanted) -> Callable[[Point], bool]:
+        return lambda p: all(
+            getattr(p if hasattr(p, name) else p.key, name) == value
+            for name, value in wanted.items()
+        )
 
-    def at_context(context: int) -> Callable[[Step], bool]:
-        return lambda s: s.setting.load.context == context
-
-    def of_model(name: str) -> Callable[[Step], bool]:
-        return lambda s: s.setting.model.name == name
-
-    for P in sorted({at.pool_tokens for at in ours}):
-        yield Group("pool", f"{P:,} slots", at_pool(P))
-    for context in sorted({at.load.context for at in ours}):
-        yield Group("context", f"{context:,} tokens", at_context(context))
-    for name in sorted(set(names) - {main}):
-        yield Group("model", name, of_model(name))
+    for card in sorted({p.key.card for p in points}):
+        yield Group("card", card, where(card=card))
+    for card, heads in sorted({(p.key.card, p.key.heads) for p in attention}):
+        yield Group("heads", f"{heads} on {card}", where(card=card, heads=heads))
+    for R in sorted({p.requests for p in attention}):
+        yield Group("requests", f"{R}", where(requests=R, phase="attention"))
+    yield Group("context", f"{LONG:,} and more", _long)
+    for turn in range(4):
+        yield Group("cells", f"quarter {turn + 1}", _quarter(turn))
 
 
-def held_out(measured: Sequence[Step]) -> pd.DataFrame:
-    """One row per held-out step: the step predicted without its group, beside the recorded one.
+def _long(p: Point) -> bool:
+    return p.size >= (LONG if p.key.phase == "attention" else 1728 * LONG)
 
-    Left out are steps of mixed layers, and a group whose absence leaves nothing to predict from.
+
+def _quarter(turn: int) -> Callable[[Point], bool]:
+    """One in four cells: no two of them are neighbours in a table of powers of two."""
+
+    def holds(p: Point) -> bool:
+        size = round(np.log2(p.size)) if p.key.phase == "attention" else round(2 * np.log2(p.size))
+        return (round(np.log2(p.requests)) % 2 + 2 * (size // 2 % 2)) == turn
+
+    return holds
+
+
+def held_out(points: Iterable[Point] | None = None, kinds: Sequence[str] = ()) -> pd.DataFrame:
+    """One row per left-out time: what was predicted without its group, beside what it was.
+
+    `points` are by default all that is shipped; `kinds` names the groups, by default all.
     """
-    seen = replays(measured)
+    points = list(evidence.shipped() if points is None else points)
     rows = []
-    for group in groups(seen) if seen else ():
-        fitted = fit([s for s in seen if not group.holds(s)])
-        for step in filter(group.holds, seen):
+    for group in groups(points):
+        if kinds and group.kind not in kinds:
+            continue
+        fitted = fit_points(p for p in points if not group.holds(p))
+        for p in once(filter(group.holds, points)):
             try:
-                again = predict_again(step, fitted)
+                answer = predicted(p, fitted)
             except NoAnswer:
                 continue
-            at = step.setting
             rows.append(
                 dict(
                     kind=group.kind,
                     held_out=group.name,
-                    strategy=step.strategy.label,
-                    title=step.strategy.title,
-                    colour=step.strategy.colour,
-                    gpu=step.card,
-                    pool_tokens=at.pool_tokens,
-                    concurrency=at.load.concurrency,
-                    context=at.load.context,
-                    recorded_ms=step.ms,
-                    predicted_ms=again.ms,
-                    provenance=str(again.provenance),
-                    error=abs(again.ms / step.ms - 1),
-                    how=again.how,
+                    phase=p.key.phase,
+                    kernel=p.key.kernel,
+                    reads=p.key.reads,
+                    card=p.key.card,
+                    heads=p.key.heads,
+                    requests=p.requests,
+                    size=p.size,
+                    seen_us=1000 * p.ms,
+                    predicted_us=1000 * answer.ms,
+                    error=abs(answer.ms / p.ms - 1),
+                    basis=answer.basis if lent_alike(p, answer) else "another kernel",
+                    provenance=str(answer.provenance),
+                    evidence=p.kind.value,
                 )
             )
     return pd.DataFrame(rows)
 
 
-def summary(rows: pd.DataFrame, by: str = "kind") -> pd.DataFrame:
-    """Steps, median and 90th-percentile relative error of each group, and of all."""
+def lent_alike(p: Point, answer: Answer) -> bool:
+    """Whether the prediction is of this kernel, or of one that the fit takes in its place.
+
+    FlashInfer's FP8 kernel is not TensorRT-LLM's, and the latter's on SM120 does not split a
+    request over the card: such errors say nothing of a prediction that the lab would make.
+    """
+    same = answer.kernel == p.key.kernel or p.key.reads == "bf16"
+    return same and not (p.key.kernel == "trtllm_default" and p.key.card.startswith("rtx-pro"))
+
+
+def once(points: Iterable[Point]) -> Iterable[Point]:
+    """Each cell of a key once: a pool size does not make another attention time of it."""
+    cells: dict[tuple, Point] = {}
+    for p in sorted(points, key=lambda p: (p.exact, p.date)):
+        cells[(p.key, p.requests, p.size)] = p
+    return cells.values()
+
+
+def predicted(p: Point, fitted: Fit) -> Answer:
+    """The answer to a point's own question, by its own kernel where there is a table of it."""
+    key = p.key
+    if key.phase != "attention":
+        return fitted.moved(key.phase, key.kernel, key.card, p.bytes)
+    here = {k.kernel for k in fitted.of("attention", key.reads, key.card)}
+    known = {k.kernel for k in fitted.of("attention", key.reads)}
+    lendable = key.kernel in known and not here
+    return fitted.attention(
+        key.reads,
+        key.card,
+        key.heads,
+        p.requests,
+        p.size,
+        backend=key.kernel if key.kernel in here or lendable else None,
+        page_size=key.page_size or 1,
+        gathered=key.gathered,
+        row_bytes=round(p.bytes / p.requests / p.size),
+    )
+
+
+def summary(rows: pd.DataFrame, by: "str | list[str]" = "kind") -> pd.DataFrame:
+    """Times, median and 90th-percentile relative error of each group, and of all."""
+    names = [by] if isinstance(by, str) else by
     if rows.empty:
-        return pd.DataFrame(columns=[by, "runs", "median", "p90", "assumed"])
-    parts = [*rows.groupby(by, sort=False), ("all", rows)]
+        return pd.DataFrame(columns=[*names, "times", "median", "p90"])
+    parts = [(key, part) for key, part in rows.groupby(names, sort=False)]
+    parts.append((("all",) + ("",) * (len(names) - 1), rows))
     return pd.DataFrame(
         [
             {
-                by: name,
-                "runs": len(part),
+                **dict(zip(names, key, strict=True)),
+                "times": len(part),
                 "median": part.error.median(),
                 "p90": part.error.quantile(0.9),
-                "assumed": (part.provenance == "assumed").mean(),
             }
-            for name, part in parts
+            for key, part in parts
         ]
     )
+
+
+def record(path: "str | Path | None" = None) -> Path:
+    """Leave everything out in turn, and keep each kind of prediction's range with the data."""
+    rows = held_out()
+    found = dict(
+        name="errors",
+        title="Errors of predictions on times that they had not seen",
+        how=f"shadowkv_lab.steps.held_out: factors between which {COVERED:.0%} of the times lay",
+        ranges=ranges(rows),
+    )
+    return files.write_json(path or facts.target("published", "tables", "errors.json"), found)
+
+
+def ranges(rows: pd.DataFrame) -> dict[str, dict[str, float]]:
+    """For each kind of prediction the factors between which `COVERED` of its times lay."""
+    edge = (1 - COVERED) / 2
+    found = {}
+    for basis, part in rows.groupby("basis"):
+        ratio = part.seen_us / part.predicted_us
+        found[basis] = dict(
+            low=round(float(ratio.quantile(edge)), 3),
+            high=round(float(ratio.quantile(1 - edge)), 3),
+            times=len(part),
+        )
+    return found

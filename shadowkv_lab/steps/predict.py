@@ -8,14 +8,14 @@ import numpy as np
 
 from shadowkv_lab import machine
 from shadowkv_lab.deployment import Setting, deployment
-from shadowkv_lab.errors import NoAnswer, UnknownName
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
-from shadowkv_lab.provenance import Provenance, assumed, calibrated
+from shadowkv_lab.provenance import Provenance, calibrated
 from shadowkv_lab.rules import can_run
-from shadowkv_lab.steps.fit import Fit, fit, reads_of
+from shadowkv_lab.steps.evidence import WITH_WRITE
+from shadowkv_lab.steps.fit import Answer, Fit, fit
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import PHASES, Phase, Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
@@ -27,18 +27,28 @@ def predict_at(
     card: "Card | str",
     *,
     backend: str | None = None,
+    mode: str = "graph",
     fitted: Fit | None = None,
 ) -> Step:
     """The step of a strategy at a setting of one GPU.
 
     `card` is a card of data/gpus or a device title that steps were recorded on; `backend` names a
-    recorded attention kernel. Raises `OutOfRange`, `DoesNotFit`, `NoAnswer`.
+    recorded or published attention kernel. `mode` "eager" is a step without a CUDA graph: the
+    longer of its replay and of the host's launches, whose excess is a phase "host". Raises
+    `OutOfRange`, `DoesNotFit`, `NoAnswer`, `UnknownName`.
     """
     strategy, fitted = parse(strategy), fitted or fit()
     model, load, P = setting.model, setting.load, setting.pool_tokens
     check_load(model, P, load.concurrency, int(load.context))
     layers = Counter(strategy.at(i) for i in range(model.layers))
-    phases = tuple(_phase(name, layers, setting, card, fitted, backend) for name in PHASES)
+    found = [_phase(name, layers, setting, card, fitted, backend) for name in PHASES]
+    if found[1].curve in WITH_WRITE:
+        found[2] = _beyond_a_plain_write(found[2], strategy, setting, card, fitted)
+    if mode == "eager":
+        host = fitted.host(strategy.label, _name(card), load.concurrency, load.context)
+        excess = max(0.0, model.layers * host.ms - sum(p.ms for p in found))
+        found.append(Phase("host", excess, 0, None, host.provenance, excess, excess))
+    phases = tuple(found)
     return Step(
         strategy.tag,
         setting,
@@ -48,6 +58,7 @@ def predict_at(
         kept_bytes=strategy.token_bytes(model) * (P + setting.page_size)
         + strategy.fixed_bytes(model),
         scratch_bytes=strategy.scratch_bytes(model, P, int(load.live_tokens)),
+        mode=mode,
         backend=phases[1].curve or "",
     )
 
@@ -100,25 +111,6 @@ def _name(card: "Card | str") -> str:
     return card.name if isinstance(card, Card) else card
 
 
-def predict_again(step: Step, fitted: Fit) -> Step:
-    """The prediction of a measured step, from its own bytes and kernels: no strategy is needed.
-
-    Raises `NoAnswer` where a phase's time belongs to no one kernel, as where layers differ.
-    """
-    layers, phases = step.setting.model.layers, []
-    for p in step.phases:
-        if not p.bytes:
-            continue
-        if p.curve is None:
-            raise NoAnswer(f"The layers of {step.strategy.label} differ in their {p.name}")
-        kernels = _alike(p.curve, fitted) if p.name == "attention" else [p.curve]
-        ms, curve, provenance = _layer(
-            p.name, kernels, p.bytes / layers, step.setting, step.card, fitted, p.curve
-        )
-        phases.append(Phase(p.name, layers * ms, p.bytes, curve, provenance))
-    return replace(step, phases=tuple(phases), ms=sum(p.ms for p in phases), origin=None)
-
-
 def _phase(
     name: str,
     layers: Counter,
@@ -127,93 +119,79 @@ def _phase(
     fitted: Fit,
     backend: str | None,
 ) -> Phase:
-    load, total, moved, parts, curves = setting.load, 0.0, 0, [], set()
+    load, found = setting.load, []
     for strategy, count in layers.items():
         moves = strategy.moves(
             setting.model, setting.pool_tokens, load.live_tokens, load.new_tokens
         )
         if not (bytes_ := getattr(moves, f"{name}_bytes")):
             continue
-        kernels = _kernels(name, strategy, fitted)
-        ms, curve, provenance = _layer(name, kernels, bytes_, setting, card, fitted, backend)
-        total, moved = total + count * ms, moved + count * bytes_
-        curves.add(curve)
-        parts.append(provenance)
-    curve = curves.pop() if len(curves) == 1 else None
-    return Phase(name, total, moved, curve, sum(parts) or RECORDED)
+        curves = {"attention": backend, "cast": strategy.cast_curve, "write": strategy.write_curve}
+        answer = _layer(name, curves[name], strategy, bytes_, setting, card, fitted)
+        found.append(_phase_of(name, answer, count, count * bytes_, fitted))
+    if not found:
+        return Phase(name, 0.0, 0, None, NOTHING)
+    curves = {p.curve for p in found}
+    return Phase(
+        name,
+        sum(p.ms for p in found),
+        sum(p.bytes for p in found),
+        curves.pop() if len(curves) == 1 else None,
+        sum(p.provenance for p in found),
+        sum(p.low_ms for p in found),
+        sum(p.high_ms for p in found),
+    )
 
 
-RECORDED = calibrated("interpolated between recorded runs")
+NOTHING = calibrated("moves nothing")
 
 
-def _kernels(phase: str, strategy: Strategy, fitted: Fit) -> list[str]:
-    if phase == "cast":
-        return [strategy.cast_curve]
-    if phase == "write":
-        return [strategy.write_curve]
-    return [k[1] for k in fitted.curves if k[0] == phase and reads_of(k[1]) == strategy.reads]
+def _beyond_a_plain_write(
+    write: Phase, strategy: Strategy, setting: Setting, card: "Card | str", fitted: Fit
+) -> Phase:
+    """The write without what a published attention time holds of it already: one plain row."""
+    kind = "bf16" if strategy.at(0).kinds == ("bf16",) else "fp8"
+    moved = setting.model.row_bytes(kind) * setting.load.new_tokens
+    inside = setting.model.layers * fitted.moved("write", kind, _name(card), moved).ms
+    share = max(0.0, write.ms - inside) / write.ms
+    how = calibrated("its plain part is inside the published attention time")
+    if not share:
+        return replace(write, ms=0.0, low_ms=0.0, high_ms=0.0, provenance=how)
+    return replace(
+        write, ms=share * write.ms, low_ms=share * write.low_ms, high_ms=share * write.high_ms
+    )
 
 
-def _alike(kernel: str, fitted: Fit) -> list[str]:
-    """Attention kernels that read what this one reads."""
-    reads = reads_of(kernel)
-    return [k[1] for k in fitted.curves if k[0] == "attention" and reads_of(k[1]) == reads]
+def _phase_of(name: str, answer: Answer, layers: int, bytes_: float, fitted: Fit) -> Phase:
+    ms, (low, high) = layers * answer.ms, fitted.range_of(answer.basis)
+    return Phase(name, ms, bytes_, answer.kernel, answer.provenance, low * ms, high * ms)
 
 
 def _layer(
     phase: str,
-    kernels: list[str],
+    kernel: str | None,
+    strategy: Strategy,
     moved_bytes: float,
     setting: Setting,
     card: "Card | str",
     fitted: Fit,
-    backend: str | None,
-) -> tuple[float, str, Provenance]:
-    """One layer's ms in a phase, the curve that gave it, and where that comes from."""
-    attention, R = phase == "attention", setting.load.new_tokens
-    if attention and backend in kernels:
-        kernels = [backend]
-    key, gb_per_s, analogy = _source(phase, kernels, card, setting.heads, fitted)
-    size, requests = (setting.load.live_tokens / R, R) if attention else (moved_bytes, 1)
-    ms, inside = fitted.curves[key].time(moved_bytes, size, requests, gb_per_s)
-    if not inside:
-        analogy.append("outside the recorded sizes, so the utilisation of the nearest one")
-    return ms, key[1], assumed("; ".join(analogy)) if analogy else RECORDED
-
-
-def _source(phase: str, kernels: list[str], card: "Card | str", heads: int, fitted: Fit):
-    """The key of the curve that serves a phase on a card, the card's bandwidth, the analogies."""
-    name = _name(card)
-    candidates = fitted.keys(phase, kernels)
-    analogy = []
-    if not candidates:
-        candidates = fitted.keys(phase)
-        analogy.append(f"no run of the {phase} kernel, so another's utilisation")
-    here, known = [k for k in candidates if k[2] == name], machine.known_cards()
-    if not here:
-        here = [k for k in candidates if k[2] in known] if name in known else []
-    if name in known:  # what flashinfer's "auto" takes: fa3 exists on SM90 only
-        other = "fa2" if machine.card(name).compute_capability == (9, 0) else "fa3"
-        here = [k for k in here if other not in k[1]] or here
-    if not here:
-        devices = {k[2] for k in fitted.curves}
-        if name not in {*known, *devices}:
-            raise UnknownName("GPU", name, {*known, *devices})
-        raise NoAnswer(
-            f"No recorded run bears on the {phase} of {' or '.join(kernels) or 'this strategy'} "
-            f"on {name}",
-            f"devices with runs: {', '.join(sorted(devices))}",
-            "Record one with shadowkv measure --record, or choose a card of data/gpus",
-        )
-    attention = phase == "attention"
-    key = min(here, key=lambda k: abs(np.log(max(k[3], 1) / heads)) if attention else 0)
-    gb_per_s = None
-    if key[2] != name:
-        gb_per_s = machine.card(name).bandwidth_gb_per_s
-        analogy.append(f"{key[1]} at {key[2]}'s launches and share of its bandwidth")
-    if attention and key[3] != heads:
-        analogy.append(f"as with {key[3]} heads")
-    return key, gb_per_s, analogy
+) -> Answer:
+    """One layer's time in a phase."""
+    if phase != "attention":
+        return fitted.moved(phase, kernel, _name(card), moved_bytes)
+    load, model, reads = setting.load, setting.model, strategy.reads
+    return fitted.attention(
+        reads,
+        _name(card),
+        # Several query tokens of one request read its rows together, as more heads would.
+        setting.heads * load.tokens_per_step,
+        load.concurrency,
+        load.context,
+        backend=kernel,
+        page_size=setting.page_size,
+        gathered=strategy.compact,
+        row_bytes=model.row_bytes("bf16" if reads == "bf16" else "fp8"),
+    )
 
 
 def predict_all(setting: Setting, card: "Card | str", **options) -> list[Step]:

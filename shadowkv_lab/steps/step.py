@@ -49,7 +49,8 @@ class Phase:
     """One phase of a step, over all layers: "cast", "attention" or "write".
 
     `bytes` are those that the strategy's `moves` gives; `curve` names the kernel whose times it
-    belongs to, None where the layers differ. In a record file every phase is "recorded".
+    belongs to, None where the layers differ. In a record file every phase is "recorded". Of a
+    prediction, four in five times lie between `low_ms` and `high_ms`.
     """
 
     name: str
@@ -57,6 +58,16 @@ class Phase:
     bytes: int
     curve: str | None = None
     provenance: Provenance = field(default_factory=recorded_by)
+    low_ms: float | None = None
+    high_ms: float | None = None
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """Between which times it lies; the time itself where it was measured."""
+        return (
+            self.ms if self.low_ms is None else self.low_ms,
+            self.ms if self.high_ms is None else self.high_ms,
+        )
 
     @property
     def gb_per_s(self) -> float:
@@ -99,6 +110,13 @@ class Step:
     def provenance(self) -> Provenance:
         """The weakest of its phases that take time."""
         return sum(p.provenance for p in self.phases if p.ms) or self.phases[-1].provenance
+
+    @property
+    def range_ms(self) -> tuple[float, float]:
+        """Between which times the step lies, as sure as its phases are."""
+        beside = self.ms - sum(p.ms for p in self.phases)
+        low, high = (sum(ends) for ends in zip(*(p.range_ms for p in self.phases), strict=True))
+        return low + beside, high + beside
 
     @property
     def how(self) -> str:
@@ -208,6 +226,11 @@ def latest(steps: Iterable[Step]) -> list[Step]:
     for s in sorted(steps, key=lambda s: s.origin.date if s.origin else ""):
         cells[(s.strategy.label, s.setting, s.card, s.backend, s.mode)] = s
     return list(cells.values())
+
+
+def replays(steps: Iterable[Step]) -> list[Step]:
+    """The newest CUDA-graph replay of each cell."""
+    return [s for s in latest(steps) if s.mode == "graph"]
 
 
 def append(path: str | Path, step: Step) -> None:

@@ -225,7 +225,8 @@ def budget_view(
         own |= {"tensor_parallel": tensor_parallel, "engine": engine, "mtp": mtp or None}
         own |= {"index_layers": None if index else 0}
         own = {name: value for name, value in own.items() if value}
-        plan = logs.from_log(read, model, gpu, load=load, strategies=kept, **own)
+        reading = logs.read(read, model, gpu, **own)
+        plan = budget(reading.deployment, load, kept)
     else:
         plan = budget(_as_typed(at, typed), load, kept)
     if not plan.capacities:
@@ -235,7 +236,7 @@ def budget_view(
         f"Left out: {r.strategy.title}. {html.escape(r.verdict.reason)} " for r in plan.refused
     )
     if read:
-        note += f"read from {read.engine}'s log; not found in it: {', '.join(read.missing) or '-'}"
+        note += "".join(f"<br>{html.escape(line)}" for line in reading.lines)
     beside = dict.fromkeys(typed, "typed")
     if not read:
         beside = {n: _whence(at, n) for n in _memory(at) if n not in typed} | beside

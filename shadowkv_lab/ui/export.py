@@ -3,17 +3,19 @@
 import html
 import json
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import nbformat
 from jinja2 import pass_context
+from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
-from shadowkv_lab.files import ready, replacing
-from shadowkv_lab.ui import mathml, notebooks
+from shadowkv_lab.files import ready, write
+from shadowkv_lab.ui import notebooks
 from shadowkv_lab.ui.display import PLOTLY
 
 OUT = Path("out")
@@ -53,17 +55,39 @@ for (const spec of document.querySelectorAll('script.plot-spec')) {
 """
 
 
+MATHML = re.compile(
+    r"\{http://www\.w3\.org/1998/Math/MathML\}m(ath|frac|i|multiscripts|n|o|over|padded|phantom|root|row"
+    r"|space|sqrt|style|sub|subsup|sup|table|td|text|tr|under|underover)"
+)
+
+
+def formula(tex: str, block: bool = False) -> str:
+    """TeX as MathML, or as its source where the converter would draw something else of it: a
+    command that it does not know, an alignment, marks of HTML."""
+    try:
+        drawn = convert(tex, display="block" if block else "inline")
+        parts = list(ET.fromstring(drawn).iter())
+        known = all(MATHML.fullmatch(p.tag) and "href" not in p.attrib for p in parts)
+        if known and not any("\\" in (p.text or "") for p in parts):
+            return drawn
+    except (
+        Exception
+    ):  # the converter has a dozen kinds of its own, and its recursion may be too deep
+        pass
+    return f'<code class="tex">{html.escape(tex)}</code>'
+
+
 class _Renderer(IPythonRenderer):
     """Markdown whose formulas become MathML."""
 
     def block_math(self, body: str) -> str:
-        return mathml.convert(body, block=True)
+        return formula(body, block=True)
 
     def inline_math(self, body: str) -> str:
-        return mathml.convert(body)
+        return formula(body)
 
     def latex_environment(self, name: str, body: str) -> str:
-        return mathml.convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", block=True)
+        return formula(f"\\begin{{{name}}}{body}\\end{{{name}}}", block=True)
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         if url.startswith(("http:", "https:")):  # it would be asked for: a link instead
@@ -108,9 +132,7 @@ def export(source: str | Path, target: str | Path | None = None) -> Path:
             f"Run it first: shadowkv run-notebook {source}",
         )
     target = ready(target or OUT / f"{source.stem}.html")
-    with replacing(target) as file:
-        file.write(page(notebook, source).encode())
-    return target
+    return write(target, page(notebook, source))
 
 
 def page(notebook: nbformat.NotebookNode, source: Path) -> str:
@@ -151,7 +173,7 @@ def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
                 specs.append({"data": spec.get("data", []), "layout": spec.get("layout", {})})
             elif "text/latex" in found and "text/html" not in found:
                 tex = "".join(found["text/latex"]).strip().strip("$")
-                found["text/html"] = mathml.convert(tex, block=True)
+                found["text/html"] = formula(tex, block=True)
     return specs
 
 

@@ -20,6 +20,7 @@ from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, Number, Slider, Tick, cards, powers
 
 PARTS = {"cast_ms": ("cast", 1.0), "own_ms": ("attention and write", charts.OPACITY["attention"])}
+SYMBOLS = ("circle", "diamond", "x", "square", "cross")
 
 
 def case_steps() -> go.Figure:
@@ -214,9 +215,9 @@ def speed_and_room(table: pd.DataFrame, where: str = "") -> go.Figure:
     )
 
 
-def predicted_against_recorded(rows: pd.DataFrame) -> go.Figure:
-    """Held-out steps: predicted over recorded, with a band of 20 % either way."""
-    ends = [0.8 * rows.recorded_ms.min(), 1.25 * rows.recorded_ms.max()]
+def predicted_against_seen(rows: pd.DataFrame) -> go.Figure:
+    """Held-out times of one layer: predicted over recorded or published, in a band of 20 %."""
+    ends = [0.8 * rows.seen_us.min(), 1.25 * rows.seen_us.max()]
     band = {
         "type": "scatter",
         "mode": "lines",
@@ -228,35 +229,30 @@ def predicted_against_recorded(rows: pd.DataFrame) -> go.Figure:
         "hoverinfo": "skip",
         "showlegend": False,
     }
-    symbols = {"pool": "circle", "context": "diamond", "model": "x"}
-    marks, named = [band], set()
-    for (kind, title), part in rows.groupby(["kind", "title"], sort=False):
-        marks.append(
-            charts.points(
-                part.recorded_ms.round(3),
-                part.predicted_ms.round(3),
-                title,
-                part.colour.iloc[0],
-                marker={"symbol": symbols[kind], "size": 7},
-                legendgroup=title,
-                showlegend=title not in named,
-                text=[
-                    f"{r.pool_tokens:,}, {r.concurrency} x {r.context:,}" for r in part.itertuples()
-                ],
-                hover=f"{kind} held out: pool %{{text}}<br>"
-                "%{x:.2f} ms recorded, %{y:.2f} predicted",
-            )
+    marks = [
+        charts.points(
+            part.seen_us.round(2),
+            part.predicted_us.round(2),
+            f"{kind} left out: {part.error.median():.1%}",
+            colour,
+            marker={"symbol": symbol, "size": 5, "opacity": 0.6},
+            text=[f"{r.kernel} on {r.card}, {r.heads} heads" for r in part.itertuples()],
+            hover="%{text}<br>%{x:.2f} us seen, %{y:.2f} predicted",
         )
-        named.add(title)
+        for (kind, part), colour, symbol in zip(
+            rows.groupby("kind", sort=False), charts.OTHERS, SYMBOLS, strict=False
+        )
+    ]
     return charts.figure(
         charts.heading(
-            f"Predictions of unseen runs are off by {rows.error.median():.1%} in the median, "
+            f"Predictions of unseen times are off by {rows.error.median():.1%} in the median, "
             f"{rows.error.quantile(0.9):.1%} at p90",
-            f"{len(rows)} runs of pools, contexts and models that the fit had not seen; band: 20 %",
+            f"{len(rows)} times of one layer, recorded and published, that the fit had not seen; "
+            "band: 20 %; legend: medians",
         ),
-        marks,
-        "recorded step (ms)",
-        "predicted step (ms)",
+        [band, *marks],
+        "recorded or published (us)",
+        "predicted (us)",
         log_x=True,
         log_y=True,
         height=440,

@@ -9,7 +9,7 @@ import nbformat
 from nbclient import NotebookClient
 
 from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
-from shadowkv_lab.files import ready, replacing
+from shadowkv_lab.files import ready, write
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
@@ -35,9 +35,13 @@ def read(path: str | Path) -> nbformat.NotebookNode:
 
 
 def execute(
-    source: str | Path, target: str | Path | None = None, parameters: dict | None = None
+    source: str | Path,
+    target: str | Path | None = None,
+    parameters: dict | None = None,
+    folder: str | Path | None = None,
 ) -> Path:
-    """Run a notebook from a clean kernel in its own folder and write it back, or to `target`.
+    """Run a notebook from a clean kernel in its own folder, or another, and write it back, or to
+    `target`.
 
     `parameters` replace those of the cell tagged `parameters`, as papermill does. With LIVE=1 in
     the environment a parameter `live` is set, so that what can be measured here is; the next run
@@ -49,10 +53,8 @@ def execute(
     source = Path(source)
     notebook = prepared(read(source), parameters or {})
     target = ready(target or source)
-    folder = str(source.resolve().parent)
-    client = NotebookClient(
-        notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": folder}}, record_timing=False
-    )
+    place = {"metadata": {"path": str(folder or source.resolve().parent)}}
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
     try:
         client.execute()
     except Exception as error:
@@ -60,9 +62,7 @@ def execute(
             f"{source.name} did not run: {_plain(error)}",
             remedy="Run its cells one by one in JupyterLab to see where",
         ) from error
-    with replacing(target) as file:
-        file.write(f"{nbformat.writes(stripped(notebook)).rstrip()}\n".encode())
-    return target
+    return write(target, nbformat.writes(stripped(notebook)).rstrip() + "\n")
 
 
 def _plain(error: Exception) -> str:
@@ -115,26 +115,21 @@ def prepared(notebook: nbformat.NotebookNode, parameters: dict) -> nbformat.Note
     notebook.cells = [c for c in notebook.cells if LIVE not in c.metadata.get("tags", ())]
     live = os.environ.get("LIVE") == "1" and "live" in known and "live" not in parameters
     if parameters or live:
-        from papermill.parameterize import parameterize_notebook
-
-        values = parameters | ({"live": True} if live else {})
-        # papermill wants its own metadata, tags on every cell, and a kernel's name.
-        notebook.metadata.setdefault("papermill", {})
-        for cell in notebook.cells:
-            cell.metadata.setdefault("tags", [])
-        notebook = parameterize_notebook(
-            notebook, values, report_mode=False, kernel_name="python3", language="python"
-        )
-        for cell in notebook.cells if live and not parameters else ():
-            if INJECTED in cell.metadata.get("tags", ()):
-                cell.metadata.tags.append(LIVE)
-    for cell in notebook.cells:
-        if not cell.metadata.get("tags", True):
-            del cell.metadata["tags"]
+        tags = [INJECTED, LIVE] if live and not parameters else [INJECTED]
+        _inject(notebook, parameters | ({"live": True} if live else {}), tags)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     if not code or "provenance.footer()" not in code[-1].source:
         notebook.cells.append(nbformat.v4.new_code_cell(FOOTER, id="provenance-footer"))
     return notebook
+
+
+def _inject(notebook: nbformat.NotebookNode, values: dict, tags: list[str]) -> None:
+    """Put a cell that assigns `values` after the one tagged `parameters`, in place of an older."""
+    lines = ["# Parameters", *(f"{name} = {value!r}" for name, value in values.items())]
+    cell = nbformat.v4.new_code_cell("\n".join(lines), id=INJECTED, metadata={"tags": tags})
+    cells = [c for c in notebook.cells if INJECTED not in c.metadata.get("tags", ())]
+    after = [i for i, c in enumerate(cells, 1) if PARAMETERS in c.metadata.get("tags", ())]
+    notebook.cells = [*cells[: after[0]], cell, *cells[after[0] :]]
 
 
 def stripped(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

@@ -19,7 +19,7 @@ BASIC = ("full_cast", "bf16_pool", "shadow")
 
 def test_the_case_has_its_capacities_and_its_tpot():
     cast, plain, shadow = contenders(strategies=BASIC)
-    assert [c.capacity_tokens for c in (cast, plain, shadow)] == [495_612, 273_281, 188_652]
+    assert [c.capacity_tokens for c in (cast, plain, shadow)] == [495_616, 273_280, 188_608]
     # Anchored on the case, full cast at one request is the case's TPOT again.
     assert point(cast, 1, 1024).step_ms == pytest.approx(95.6, rel=1e-3)
     assert point(plain, 1, 1024).step_ms < 40
@@ -106,8 +106,9 @@ def test_every_setting_of_the_closed_form_shows_something():
         for title, value in app.controls[name]._options_full:
             app.controls[name].value = value
             assert app.view.figures, title
-            # A checkpoint that does not fit a card is said by name; nothing else goes wrong.
-            assert not app.error.value or "DoesNotFit" in app.error.value
+            # What does not fit a card, or was not tried there, is said by name.
+            named = ("DoesNotFit", "CannotRun")
+            assert not app.error.value or any(name in app.error.value for name in named)
     app.controls["strategies"].value = ()
     assert "No strategy is chosen" in app.error.value
 

@@ -213,7 +213,7 @@ def test_packed_rows_read_as_raw_ones(tmp_path):
     "metadata, match",
     [
         ({"schema": "2"}, "schema 2"),
-        ({"geometry": "{}"}, "broken"),
+        ({"geometry": "{}"}, "header of q lacks name"),
         ({"scale": "x"}, "broken"),
         ({"layers": "[]"}, "broken"),
         ({"layers": "[0, 9]"}, "no tensor 'rows.9'"),
@@ -271,4 +271,4 @@ def test_the_decode_lab_runs_on_a_file(tmp_path):
         shape, 2, torch.device("cpu"), fill=fill, budget_s=0.01, source=fill.source(64, 2)
     )
     found = list(decode.measure(bench, [parse("full_cast"), parse("shadow")], [64], [(1, 32)]))
-    assert {run.source for run in found} == {"file:p (tiled)"} and len(found) == 2
+    assert {run.setting.rows for run in found} == {"file:p (tiled)"} and len(found) == 2

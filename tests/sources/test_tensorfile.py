@@ -69,7 +69,7 @@ def written(tmp_path):
 def test_truncated(tmp_path, keep):
     path = written(tmp_path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadFile, match=r"truncated|not a safetensors"):
+    with pytest.raises(BadFile, match="not a whole safetensors"):
         TensorFile(path)
 
 
@@ -86,7 +86,7 @@ def test_truncated(tmp_path, keep):
 )
 def test_foreign(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(BadFile, match="not a safetensors file"):
+    with pytest.raises(BadFile, match="not a whole safetensors file"):
         TensorFile(tmp_path / "x")
 
 

@@ -73,7 +73,7 @@ def test_lines_that_are_no_steps_are_named(tmp_path, bad, why):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(BadFile, match=r"absent\.jsonl"):
         steps.read(tmp_path / "absent.jsonl")
-    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "b.jsonl").write_bytes(b"PK\x03\x04\xff\n")
     with pytest.raises(BadFile, match=r"b\.jsonl"):
         steps.read(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").write_text("")

@@ -1,26 +1,29 @@
 """TeX to MathML: drawn right, or shown as its source; never something else."""
 
+import html
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from shadowkv_lab.ui import mathml
+from shadowkv_lab.ui.export import formula
+
+M = "{http://www.w3.org/1998/Math/MathML}"
 
 
 def drawn(tex: str) -> str:
     """The marks of a formula in order, scripts as in TeX."""
-    root = ET.fromstring(mathml.convert(tex))
-    assert root.tag == "math", tex
+    root = ET.fromstring(formula(tex))
+    assert root.tag == f"{M}math", tex
 
     def text(element):
-        parts = [text(child) for child in element]
-        if element.tag in ("msub", "msup"):
-            return f"{parts[0]}{'_' if element.tag == 'msub' else '^'}({parts[1]})"
-        if element.tag == "msubsup":
+        tag, parts = element.tag.removeprefix(M), [text(child) for child in element]
+        if tag in ("msub", "msup"):
+            return f"{parts[0]}{'_' if tag == 'msub' else '^'}({parts[1]})"
+        if tag == "msubsup":
             return f"{parts[0]}_({parts[1]})^({parts[2]})"
-        if element.tag == "mfrac":
+        if tag == "mfrac":
             return f"({parts[0]})/({parts[1]})"
-        if element.tag == "msqrt":
+        if tag == "msqrt":
             return f"root({''.join(parts)})"
         return (element.text or "") + "".join(parts)
 
@@ -37,6 +40,7 @@ def drawn(tex: str) -> str:
         (r"x_{12}^34", "x_(12)^(3)4"),
         (r"\sqrt{d_k}", "root(d_(k))"),
         (r"\left. a \right|", "a|"),
+        (r"\operatorname{softmax}(q k^T)", "softmax(qk^(T))"),
     ],
 )
 def test_formulas_are_drawn_as_tex_reads_them(tex, marks):
@@ -44,7 +48,17 @@ def test_formulas_are_drawn_as_tex_reads_them(tex, marks):
 
 
 @pytest.mark.parametrize(
-    "tex", [r"\sqrt[3]{x}", r"\nosuch{x}", r"\left\nosuch x", "{" * 3000, "x_"]
+    "tex",
+    [
+        r"\nosuch{x}",
+        r"\left\nosuch x",
+        "{" * 3000,
+        "x_",
+        r"\begin{aligned} a &= b \\ c &= d \end{aligned}",
+        r"\text{<img src=x onerror=alert(1) />}",
+        r"\text{<script>alert(1)</script>}",
+        r"\href{javascript:alert(1)}{x}",
+    ],
 )
 def test_what_is_not_known_is_shown_as_its_source(tex):
-    assert mathml.convert(tex) == f'<code class="tex">{tex}</code>'
+    assert formula(tex) == f'<code class="tex">{html.escape(tex)}</code>'

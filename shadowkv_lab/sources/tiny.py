@@ -1,6 +1,6 @@
 """Write a tiny GLM-5-architecture checkpoint with random weights and planted outliers.
 
-    python scripts/make_tiny_checkpoint.py DIRECTORY [--seed 0]
+    python -m shadowkv_lab.sources.tiny DIRECTORY [--seed 0]
 
 The latent row has GLM-5's 512 + 64 values and its head dimensions, so that captured rows feed the
 decode lab; everything else is small (4 layers, 3 of them dense, 8 heads, 26 MB). A language model
@@ -12,10 +12,11 @@ the cached rows carry it: a log-normal spread of channel gains, CLIPPED channels
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
+
+from shadowkv_lab.files import read_json, write_json
 
 VOCAB = 258  # bytes, begin of text, padding
 CLIPPED, FLUSHED = 2, 24  # channels of each layer
@@ -94,7 +95,7 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def main(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write the checkpoint, its index, its tokenizer, and the mark that it is random."""
     from transformers.utils import logging
 
@@ -103,9 +104,9 @@ def main(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) ->
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(directory, max_shard_size=size // SHARDS)
     write_tokenizer(directory)
-    config = json.loads((directory / "config.json").read_text())
-    config["shadowkv_weights"] = "random"  # capture passes it on to every pool file
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # capture passes the mark on to every pool file
+    config = read_json(directory / "config.json") | {"shadowkv_weights": "random"}
+    write_json(directory / "config.json", config, indent=2)
     return directory
 
 
@@ -114,4 +115,4 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    main(arguments.directory, arguments.seed)
+    write(arguments.directory, arguments.seed)
