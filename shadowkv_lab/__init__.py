@@ -23,9 +23,9 @@ _PLACES = {
     "steps.predict": ["predict"],
     "provenance": ["Provenance", "Source"],
     "errors": ["LabError", "OutOfRange"],
-    "ui.decode_lab": ["explorer"],
+    "ui.decode": ["explorer"],
     "ui.budget": ["budget_app"],
-    "ui.reproduce_lab": ["reproduction_app"],
+    "ui.glm5": ["reproduction_app"],
 }
 _NAMES = {name: place for place, names in _PLACES.items() for name in names}
 

@@ -96,6 +96,8 @@ def verdict(
         rows.append(
             dict(
                 strategy=name,
+                title=strategy.tag.title,
+                colour=strategy.tag.colour,
                 cast_ms=step["cast"].ms,
                 step_ms=step.ms,
                 tpot_ms=tpot,

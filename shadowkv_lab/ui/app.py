@@ -1,6 +1,7 @@
 """A widget application: labelled controls, figures, an error shown in place, a line to paste."""
 
-import contextlib
+from __future__ import annotations
+
 import html
 import itertools
 import json
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ipywidgets as w
 import pandas as pd
@@ -16,6 +18,9 @@ import plotly.graph_objects as go
 
 from shadowkv_lab.errors import CannotWrite, LabError
 from shadowkv_lab.ui import display, plots
+
+if TYPE_CHECKING:
+    from shadowkv_lab.ui.application import Application
 
 CONTROL_WIDTH = "540px"
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
@@ -28,6 +33,7 @@ CSS = """<style>
 .shadowkv-code { user-select: all; background: #f2f2f2; color: #222; padding: 3px 6px;
   overflow-wrap: anywhere; border-bottom: 1px dotted #0072B2; }
 .shadowkv .widget-html-content { line-height: 1.5; }
+.shadowkv-beside { color: #555; font-size: 11px; }
 </style>"""
 
 
@@ -35,56 +41,77 @@ CSS = """<style>
 class View:
     """What one setting shows: figures, a line about them, and the numbers behind them.
 
-    `more` has the tables of figures that `table` says nothing of, by name.
+    `more` has the tables of figures that `table` says nothing of, by name; `beside` a word beside
+    a control, by its name.
     """
 
     figures: Sequence[go.Figure]
     note: str = ""
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
     more: dict[str, pd.DataFrame] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 class Cancelled(Exception):
-    """A newer setting has come; the older one's work is dropped."""
+    """A newer setting has come, or nobody wants the answer any more; the work is dropped."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a slow view is given: it reports (text, share done), and asks whether to go on."""
+
+    report: Callable[[str, float], None] = lambda text, done: None
+    cancelled: Callable[[], bool] = lambda: False
+
+    def stage(self, text: str, done: float) -> None:
+        """Report, and raise `Cancelled` where the answer is not wanted any more."""
+        if self.cancelled():
+            raise Cancelled
+        self.report(text, done)
+
+
+QUIET = Work()
 
 
 class App:
-    """Controls by name, and `build(settings, report, cancelled) -> View`.
+    """An application's controls and figures at work.
 
-    `build` runs at once, or in one worker where `slow(settings)` says so: then results are grey
-    while it works, `report(text, done)` shows progress, and a newer setting cancels an older one.
-    A `LabError` is shown in its own words above the last good view. `call` is the full name of the
-    function whose arguments are the controls: the line below the figures imports and calls it.
+    A view is made at once, or in one worker where `slow(settings)` says so: then results are grey
+    while it works, progress is shown, and a newer setting or Cancel stops it. A `LabError` is
+    shown in its own words above the last good view. The line below the figures imports and calls
+    the application at their settings.
     """
 
-    def __init__(
-        self,
-        call: str,
-        controls: dict[str, w.Widget],
-        build: Callable[[dict, Callable, Callable[[], bool]], View],
-        slow: Callable[[dict], bool] = lambda settings: False,
-        columns: int = 2,
-    ):
-        self.module, _, self.name = call.rpartition(".")
-        self.controls, self.build, self.slow = controls, build, slow
-        self.defaults = {name: control.value for name, control in controls.items()}
+    def __init__(self, of: Application, settings: dict):
+        self.of, self.defaults = of, settings
+        self.controls = {n: c.widget(settings[n], settings) for n, c in of.controls.items()}
+        self.beside = {name: w.HTML() for name in self.controls}
         self.turn, self.worker, self.view, self.line = 0, None, View([]), ""
         self._lock = threading.Lock()
         self._drawn: list[dict] = []
         self._stale = False
-        self._width = plots.column_width(columns)
+        self._width = plots.column_width(of.columns)
         self.status, self.error, self.note, self.code = (w.HTML() for _ in range(4))
         self.busy = w.FloatProgress(max=1.0, layout=w.Layout(width="12em", visibility="hidden"))
-        reset = w.Button(description="Reset", tooltip="Back to the settings it started with")
-        save = w.Button(description="Save this view", tooltip="CSV and PNG, into the folder out")
-        reset.on_click(lambda _: self.reset())
-        save.on_click(lambda _: self.save())
-        self.plots = w.GridBox(layout=_columns(columns))
+        self.cancel = _button("Cancel", "Stop the work under way", self._cancel)
+        self.cancel.layout.display = "none"
+        buttons = [
+            _button("Reset", "Back to the settings it started with", self.reset),
+            _button("Save this view", "CSV and PNG, into the folder out", self.save),
+        ]
+        self.plots = w.GridBox(layout=_columns(of.columns))
+        rows = []
+        for name, control in self.controls.items():
+            control.layout.width, control.layout.flex, control.layout.min_width = "auto", "1", "0"
+            self.beside[name].add_class("shadowkv-beside")
+            row = w.HBox([control, self.beside[name]], layout=w.Layout(width=CONTROL_WIDTH))
+            rows.append(row)
+            control.observe(self._moved, names="value")
         self.widget = w.VBox(
             [
                 w.HTML(CSS),
-                w.GridBox([*controls.values()], layout=_columns(2)),
-                w.HBox([reset, save, self.busy, self.status]),
+                w.GridBox(rows, layout=_columns(2)),
+                w.HBox([*buttons, self.cancel, self.busy, self.status]),
                 self.error,
                 self.note,
                 self.plots,
@@ -92,9 +119,6 @@ class App:
             ]
         )
         self.widget.add_class("shadowkv")
-        for control in controls.values():
-            control.layout.width = CONTROL_WIDTH
-            control.observe(self._changed, names="value")
         self.refresh()
 
     @property
@@ -103,10 +127,8 @@ class App:
         return {name: control.value for name, control in self.controls.items()}
 
     def reset(self) -> None:
-        """Put every control back to its default, and show that once."""
-        with self._quiet():
-            for name, value in self.defaults.items():
-                self.controls[name].value = value
+        """Put every control back to where it started, and show that once."""
+        self._put(self.defaults)
         self.refresh()
 
     def save(self) -> None:
@@ -118,7 +140,7 @@ class App:
             self.status.value = "not saved: the figures are not those of this setting"
             return
         try:
-            self.status.value = html.escape(self._save(Path("out"), self.name))
+            self.status.value = html.escape(self._save(Path("out"), self.of.where.split(".")[-1]))
         except OSError as error:
             told = CannotWrite(f"The view was not saved: {error}", "a folder that can be written")
             self.error.value = _in_place(told)
@@ -142,15 +164,17 @@ class App:
     def refresh(self) -> None:
         """Show the current setting; the last one wins."""
         settings = self.settings
-        arguments = ", ".join(f"{name}={_literal(value)}" for name, value in settings.items())
-        line = f"from {self.module} import {self.name}; {self.name}({arguments})"
-        with self._lock:
-            self.turn += 1
-            turn = self.turn
-        if not self.slow(settings):
+        slow = self.of.slow(settings)
+        self._settle(settings, slow)
+        module, _, name = self.of.where.rpartition(".")
+        arguments = ", ".join(f"{key}={_literal(value)}" for key, value in settings.items())
+        line = f"from {module} import {name}; {name}({arguments})"
+        turn = self._next_turn()
+        if not slow:
             self._work(settings, line, turn)
             return
         self._grey(True)
+        self.cancel.layout.display = ""
         previous = self.worker
 
         def wait_then_work():
@@ -160,6 +184,32 @@ class App:
 
         self.worker = threading.Thread(target=wait_then_work, daemon=True)
         self.worker.start()
+
+    def _next_turn(self) -> int:
+        with self._lock:
+            self.turn += 1
+            return self.turn
+
+    def _cancel(self) -> None:
+        """Drop the work under way; what is shown stays, grey."""
+        self._next_turn()
+        self._end(stale=True)
+        self.status.value = "cancelled: the figures are those of an earlier setting"
+
+    def _settle(self, settings: dict, slow: bool) -> None:
+        """Put controls that do nothing to sleep, with the reason beside; drag where it is quick."""
+        asleep = self.of.asleep(settings)
+        for name, control in self.controls.items():
+            if control.disabled != (name in asleep):
+                control.disabled = name in asleep
+            self._say(name, asleep.get(name) or self.view.beside.get(name, ""))
+            if control.has_trait("continuous_update"):
+                # A text is read when it is whole.
+                control.continuous_update = not (slow or isinstance(control, w.Textarea))
+
+    def _say(self, name: str, text: str) -> None:
+        if self.beside[name].value != (said := html.escape(text, quote=False)):
+            self.beside[name].value = said
 
     def _work(self, settings: dict, line: str, turn: int) -> None:
         finished = threading.Event()
@@ -178,13 +228,13 @@ class App:
         indicator.daemon = True
         indicator.start()
         try:
-            view = self.build(settings, report, cancelled)
+            view = self.of(**settings, work=Work(report, cancelled))
         except Cancelled:
             return
         except LabError as error:
             view = error
         except Exception as error:
-            # A fault of ours; said in place too, since a worker's traceback is seen by nobody.
+            # A bug of ours; said in place too, since a worker's traceback goes to the log alone.
             if not cancelled():
                 self._end(_in_place(error))
             raise
@@ -195,26 +245,29 @@ class App:
             return
         if isinstance(view, LabError):
             self._end(_in_place(view))
-        else:
-            self.view, self.line, self.note.value = view, line, view.note
-            told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
-            self.code.value = f"To show the same: {told}"
-            self._draw(view.figures)
-            self._end()
+            return
+        self.view, self.line, self.note.value = view, line, view.note
+        told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
+        self.code.value = f"To show the same: {told}"
+        for name, text in view.beside.items():
+            if not self.controls[name].disabled:
+                self._say(name, text)
+        self._draw(view.figures)
+        self._end()
 
-    def _end(self, error: str = "") -> None:
-        """Nothing is worked on any more. Below an error, what is shown is an older setting's."""
+    def _end(self, error: str = "", stale: bool = False) -> None:
+        """Work has ended. Below an error, what is shown is an older setting's."""
         self.error.value, self.status.value, self.busy.layout.visibility = error, "", "hidden"
-        self._grey(bool(error))
+        self.cancel.layout.display = "none"
+        self._grey(stale or bool(error))
 
     def _grey(self, stale: bool) -> None:
         """Mark the shown figures as those of an older setting, or as current again."""
         if stale != self._stale:
             self._stale = stale
+            colour = "#dddddd" if stale else "white"
             for plot in self.plots.children:
-                plot.layout.paper_bgcolor = plot.layout.plot_bgcolor = (
-                    "#dddddd" if stale else "white"
-                )
+                plot.layout.paper_bgcolor = plot.layout.plot_bgcolor = colour
 
     def _draw(self, figures: Sequence[go.Figure]) -> None:
         shown = list(self.plots.children)
@@ -227,20 +280,35 @@ class App:
                 if id(plot) not in kept:
                     plot.close()
 
-    def _changed(self, change: dict) -> None:
-        if change["new"] != change["old"]:
-            self.refresh()
-
-    @contextlib.contextmanager
-    def _quiet(self):
-        """Change controls without showing each change."""
-        for control in self.controls.values():
-            control.unobserve(self._changed, names="value")
+    def _moved(self, change: dict) -> None:
+        """A user has moved a control: what depends on it follows."""
+        if change["new"] == change["old"]:
+            return
+        name = next(n for n, control in self.controls.items() if control is change["owner"])
         try:
-            yield
+            self._put(self.of.changed(self.settings, name))
+        except LabError as error:
+            self._next_turn()
+            self._end(_in_place(error))
+            return
+        self.refresh()
+
+    def _put(self, settings: dict) -> None:
+        """Set controls, and their options, without showing each change."""
+        for control in self.controls.values():
+            control.unobserve(self._moved, names="value")
+        try:
+            for name, control in self.of.controls.items():
+                control.put(self.controls[name], settings[name], settings)
         finally:
             for control in self.controls.values():
-                control.observe(self._changed, names="value")
+                control.observe(self._moved, names="value")
+
+
+def _button(label: str, tooltip: str, pressed: Callable[[], None]) -> w.Button:
+    button = w.Button(description=label, tooltip=tooltip)
+    button.on_click(lambda _: pressed())
+    return button
 
 
 def _to_csv(table: pd.DataFrame, path: Path) -> None:
@@ -271,6 +339,6 @@ def _in_place(error: Exception) -> str:
         if error.remedy:
             parts.append(error.remedy.rstrip(".") + ("" if error.remedy.endswith("?") else "."))
     else:
-        parts = [str(error), "This is a fault of the lab. The kernel's log has the traceback."]
+        parts = [str(error), "This is a bug in the lab; the kernel's log has the traceback."]
     text = "<br>".join(html.escape(part, quote=False) for part in parts)
     return f'<div role="alert" class="shadowkv-error"><b>{type(error).__name__}</b>: {text}</div>'

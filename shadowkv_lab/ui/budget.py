@@ -1,28 +1,31 @@
 """The memory budget's figures and its application."""
 
 import html
+from dataclasses import replace
+from typing import Annotated
 
-import ipywidgets as w
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab import machine
+from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import Budget, budget
-from shadowkv_lab.deployment import GIB, deployment, published_deployment
-from shadowkv_lab.glm5.case import published
+from shadowkv_lab.deployment import GIB, Deployment, deployment, published_deployment
+from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.load import Load
-from shadowkv_lab.model import known_models, load_model
+from shadowkv_lab.model import load_model
+from shadowkv_lab.provenance import assumed
 from shadowkv_lab.server import logs
 from shadowkv_lab.strategies import STRATEGIES
-from shadowkv_lab.ui import style
-from shadowkv_lab.ui.app import App, View
-from shadowkv_lab.ui.controls import LABEL, check, gpus, menu, number, slider
-from shadowkv_lab.ui.reproduce import totals_beside
+from shadowkv_lab.ui import charts, tables
+from shadowkv_lab.ui.app import View
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Tick, cards, models, named, powers
 
-CONTEXTS = [2**k for k in range(9, 18)]
-CONCURRENCIES = [1, 2, 4, 8, 16, 32, 64, 128]
-STORAGES = ("all", "fp8", "bf16", "fp8+bf16")
 FIXED = {"before weights": "#c9c9c9", "weights": "#9a9a9a", "reserve": "#e4e4e4"}
+TABLE = (
+    *("strategy", "token_bytes", "index_bytes", "tokens", "requests", "kept_gib", "scratch_gib"),
+    *("left_gib", "fits", "reason"),
+)
 
 
 def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
@@ -30,212 +33,221 @@ def memory_stack(plan: Budget, tokens: int | None = None) -> go.Figure:
 
     `tokens` defaults to the most that any strategy holds in the plan's KV memory.
     """
-    shown, at = plan.capacities, plan.deployment
-    tokens = tokens or max(c.tokens for c in shown)
-    names = [c.strategy.title for c in shown]
-    terms = {t.name: abs(t.gib) for t in plan.terms if t.name in FIXED and t.gib}
-    kept = [tokens * (c.token_bytes - c.index_bytes) / GIB for c in shown]
-    index = [tokens * c.index_bytes / GIB for c in shown]
-    totals = [sum(terms.values()) + a + b for a, b in zip(kept, index, strict=True)]
-    worst = max(range(len(shown)), key=lambda i: totals[i])
-    over = sum(total > at.card.memory_gib for total in totals)
-    heading = (
-        f"{tokens:,} tokens need {min(totals):.1f} GiB as {names[totals.index(min(totals))]} and "
-        f"{totals[worst]:.1f} as {names[worst]}<br><sup>{over} of {len(shown)} do not fit; "
-        f"{at.model.name} on {at.card.title}, one GPU of {at.tensor_parallel}</sup>"
+    at, tokens = plan.deployment, tokens or max(c.tokens for c in plan.capacities)
+    terms = [t for t in plan.terms if t.name in FIXED and t.gib]
+    frame = _frame(plan).assign(
+        kept=lambda f: tokens * (f.token_bytes - f.index_bytes) / GIB,
+        index_keys=lambda f: tokens * f.index_bytes / GIB,
+        total=lambda f: tokens * f.token_bytes / GIB + sum(abs(t.gib) for t in terms),
     )
-    fig = style.figure(heading, "memory of one GPU (GiB)", "")
-    provenance = {t.name: t.provenance.kind for t in plan.terms}
-    for name, gib in terms.items():
-        fig.add_bar(
-            y=names,
-            x=[gib] * len(names),
-            name=name,
-            orientation="h",
-            marker=dict(
-                color=FIXED[name],
-                pattern=dict(
-                    shape=provenance[name].pattern, fgcolor="#666", size=12, solidity=0.15
-                ),
-            ),
-            hovertemplate=f"{name}: %{{x:.2f}} GiB, {provenance[name].value}<extra></extra>",
+    least, most = frame.loc[frame.total.idxmin()], frame.loc[frame.total.idxmax()]
+    over = (frame.total > at.card.memory_gib).sum()
+    traces = [
+        charts.bar(
+            frame.title,
+            [abs(t.gib)] * len(frame),
+            t.name,
+            FIXED[t.name],
+            str(t.provenance),
+            unit=" GiB",
         )
-    colours = [c.strategy.colour for c in shown]
-    for values, name, opacity in ((kept, "KV rows", 0.9), (index, "index keys", 0.45)):
-        if any(values):
-            fig.add_bar(
-                y=names,
-                x=values,
-                name=name,
-                orientation="h",
-                showlegend=False,
-                marker=dict(
-                    color=colours,
-                    opacity=opacity,
-                    pattern=dict(
-                        shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white"
-                    ),
-                ),
-                customdata=[v * GIB / tokens for v in values],
-                hovertemplate=name + ": %{x:.2f} GiB, %{customdata:,.0f} B a token, calibrated"
-                "<extra>%{y}</extra>",
-            )
-            fig.add_trace(style.legend_entry(name, opacity))
-    line = (at.card.memory_gib, f"card, {at.card.memory_gib:.1f} GiB")
-    totals_beside(fig, names, totals, [f"{t:.1f} GiB" for t in totals], [line], 1.15)
-    return fig
+        for t in terms
+    ]
+    parts = {"kept": ("KV rows", 0.9), "index_keys": ("index keys", 0.45)}
+    hover = {
+        name: [f"{size * GIB / tokens:,.0f} B per token" for size in frame[name]] for name in parts
+    }
+    parts = {name: part for name, part in parts.items() if frame[name].any()}
+    card = (at.card.memory_gib, f"card, {at.card.memory_gib:.1f} GiB")
+    return charts.figure(
+        charts.heading(
+            f"{tokens:,} tokens need {least.total:.1f} GiB as {least.title} and {most.total:.1f} "
+            f"as {most.title}",
+            f"{over} of {len(frame)} do not fit; {at.model.name} on {at.card.title}, one GPU of "
+            f"{at.gpus}",
+        ),
+        [*traces, *charts.phases(frame, parts, hover, unit=" GiB")],
+        "memory of one GPU (GiB)",
+        **charts.totals(
+            frame.title, frame.total, [f"{t:.1f} GiB" for t in frame.total], [card], 1.15
+        ),
+    )
 
 
 def tokens_that_fit(plan: Budget) -> go.Figure:
     """Bars: tokens that each strategy keeps in the plan's KV memory, and requests they make."""
-    shown, context = plan.capacities, plan.load.context
-    by_kind: dict[int, str] = {}
-    for c in shown:
-        by_kind.setdefault(c.tokens, c.strategy.title)
+    frame, by_kind = _frame(plan), {}
+    for tokens, title in zip(frame.tokens, frame.title, strict=True):
+        by_kind.setdefault(tokens, title)
     most = ", ".join(f"{n:,} as {name}" for n, name in sorted(by_kind.items(), reverse=True))
-    heading = f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens<br><sup>"
-    heading += f"{most}; calibrated: GiB / bytes a token</sup>"
-    fig = style.figure(heading, "tokens that fit", "")
-    fig.add_bar(
-        y=[c.strategy.title for c in shown],
-        x=[c.tokens for c in shown],
-        orientation="h",
-        marker=dict(
-            color=[c.strategy.colour for c in shown],
-            pattern=dict(
-                shape=style.PATTERNS["calibrated"], size=12, solidity=0.15, fgcolor="white"
-            ),
-        ),
-        text=[f"{c.tokens:,} tokens, {c.requests:,} requests of {context:,}" for c in shown],
+    hover = [
+        f"{c.token_bytes:,} B per token, of them {c.index_bytes:,} index keys<br>"
+        f"scratch {c.scratch_gib:.2f} GiB"
+        for c in plan.capacities
+    ]
+    texts = [
+        f"{c.tokens:,} tokens, {c.requests:,} request{'s' * (c.requests != 1)} of "
+        f"{plan.load.context:,}"
+        for c in plan.capacities
+    ]
+    bars = charts.bar(
+        frame.title,
+        frame.tokens,
+        "",
+        frame.colour,
+        frame.provenance,
+        hover,
+        form=",",
+        unit=" tokens",
+        showlegend=False,
+        text=texts,
         textposition="outside",
         cliponaxis=False,
-        customdata=[(c.token_bytes, c.index_bytes, c.scratch_gib) for c in shown],
-        hovertemplate="%{y}: %{x:,} tokens<br>%{customdata[0]:,} B a token, of them "
-        "%{customdata[1]:,} index keys<br>scratch %{customdata[2]:.2f} GiB<extra></extra>",
     )
-    fig.update_xaxes(range=[0, 1.75 * max(c.tokens for c in shown)], tickformat=",~s")
-    fig.update_yaxes(automargin=True, autorange="reversed")
-    return fig
+    return charts.figure(
+        charts.heading(
+            f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens",
+            f"{most}; calibrated: GiB / bytes per token",
+        ),
+        [bars],
+        "tokens that fit",
+        xaxis={"range": [0, 1.75 * max(by_kind)], "tickformat": ",~s"},
+        yaxis={"autorange": "reversed"},
+    )
 
 
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _frame(plan: Budget) -> pd.DataFrame:
+    """A plan's capacities with their strategies' titles and colours."""
+    rows = [{**vars(c), **vars(c.strategy), "provenance": "calibrated"} for c in plan.capacities]
+    return pd.DataFrame(rows)
 
 
 def table(plan: Budget) -> pd.DataFrame:
     """A plan's strategies, ready to be read."""
-    names = {
-        "strategy": "strategy",
-        "token_bytes": "B a token",
-        "index_bytes": "of them index",
-        "tokens": "tokens",
-        "requests": f"requests of {plan.load.context:,}",
-        "kept_gib": "KV GiB",
-        "scratch_gib": "scratch GiB",
-        "left_gib": "left of reserve GiB",
-        "fits": "fits",
+    shown = tables.table(plan.table(), TABLE)
+    return shown.rename(columns={"requests": f"requests of {plan.load.context:,}"})
+
+
+# The application.
+
+
+def _reported(settings: dict) -> bool:
+    """Whether the GLM-5 report's server is asked for."""
+    report = facts.find("published", "published result", "case")
+    asked = [load_model(settings["model"]).name, settings["tensor_parallel"], settings["engine"]]
+    theirs = [report["model"], report["tensor_parallel"], report["engine"]]
+    return asked == theirs and settings["gpu"] in report["gpu"]
+
+
+def _derived(settings: dict) -> Deployment:
+    """The deployment without what was typed of its memory: the GLM-5 report's, or derived."""
+    more = {"index_layers": None if settings["index"] else 0, "mtp": settings["mtp"] or None}
+    if _reported(settings):
+        return published_deployment("case", settings["gpu"], **more)
+    spread = {"tensor_parallel": settings["tensor_parallel"], "engine": settings["engine"]}
+    return deployment(settings["model"], settings["gpu"], **spread, **more)
+
+
+def _memory(at: Deployment) -> dict[str, float]:
+    """What the controls say of a deployment's memory; 0 for what is not known or follows."""
+    return {
+        "weights_gib": round(at.checkpoint.weights_gib or 0.0, 2),
+        "mem_fraction_static": at.memory_fraction,
+        "kv_gib": round(at.kv_gib or 0.0, 2),
     }
-    return plan.table()[[*names]].rename(columns=names).round(2)
 
 
+def follow(settings: dict, name: str | None) -> dict:
+    """Another model, card, spread or engine has other weights, and another KV memory."""
+    if name not in (None, "model", "gpu", "tensor_parallel", "engine"):
+        return settings
+    found = settings | {"model": named(settings["model"])}
+    own = _memory(_derived(found))
+    return found | {n: v for n, v in own.items() if name or settings[n] is None}
+
+
+def _typed(settings: dict) -> dict[str, float]:
+    """What was typed of the memory, in place of what the deployment has."""
+    own = _memory(_derived(settings))
+    return {n: settings[n] for n, value in own.items() if settings[n] != value}
+
+
+def _as_typed(at: Deployment, typed: dict[str, float]) -> Deployment:
+    """The deployment with what was typed of its memory; 0 follows the engine's rule."""
+    said = assumed("as typed")
+    given = dict(at.given)
+    if "weights_gib" in typed:
+        given["weights_gib"] = said
+        weights = {"weights_gib": typed["weights_gib"] or None, "provenance": said}
+        at = replace(at, checkpoint=replace(at.checkpoint, **weights))
+    if "mem_fraction_static" in typed:
+        given["memory_fraction"] = said
+        at = replace(at, memory_fraction=typed["mem_fraction_static"])
+    if "kv_gib" in typed:
+        given["kv_gib"] = said
+        at = replace(at, kv_gib=typed["kv_gib"] or None, pool_tokens=None)
+    return replace(at, given=given)
+
+
+@application("shadowkv_lab.budget_app", changed=follow)
 def budget_view(
-    model: str = "glm-5",
-    gpu: str = "rtx-pro-6000-server",
-    tensor_parallel: int = 8,
-    weights_gib: float | None = None,
-    mem_fraction_static: float | None = None,
-    dtype: str = "all",
-    kv_gib: float = 0.0,
-    concurrency: int = 1,
-    context: int = 1024,
-    index: bool = True,
-    mtp: bool = False,
-    engine: str = "sglang",
-    log: str = "",
+    model: Annotated[str, Menu("model", options=models)] = "glm-5",
+    gpu: Annotated[str, Menu("GPU", options=cards(machine.known_cards), kind="GPU")] = (
+        "rtx-pro-6000-server"
+    ),
+    tensor_parallel: Annotated[int, Menu("GPUs (TP)", options=(1, 2, 4, 8, 16))] = 8,
+    weights_gib: Annotated[float | None, Number("weights, GiB/GPU", "0: not known", 0.5)] = None,
+    mem_fraction_static: Annotated[float | None, Number("memory fraction", "", 0.01)] = None,
+    dtype: Annotated[str, Menu("KV dtype", "", ("all", "fp8", "bf16", "fp8+bf16"))] = "all",
+    kv_gib: Annotated[float | None, Number("KV, GiB (0: rule)", "", 0.5)] = None,
+    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
+    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
+    index: Annotated[bool, Tick("index keys (DSA models)")] = True,
+    mtp: Annotated[bool, Tick("MTP layer's KV")] = False,
+    engine: Annotated[str, Menu("engine's rule", options=("sglang", "vllm"))] = "sglang",
+    log: Annotated[
+        str, Paste("start-up log", "", "paste SGLang's or vLLM's start-up log here")
+    ] = "",
 ) -> View:
-    """Both figures and the terms. A `kv_gib` of 0 follows the engine's rule; a log comes first."""
-    case = published("case")
-    kept = [n for n, kind in STRATEGIES.items() if dtype in ("all", "+".join(kind.kinds))]
-    # The application's start values are the GLM-5 report's: its own deployment has them with
-    # their source, and another model, card or spread has its own.
-    told = dict(weights_gib=weights_gib, kv_gib=kv_gib or None, memory_fraction=mem_fraction_static)
-    theirs = (case["weights_gib"], case["pool_gib"], case["mem_fraction_static"])
-    told = {name: v for (name, v), own in zip(told.items(), theirs, strict=True) if v != own}
-    reported = load_model(model).name == case["model"] and gpu in case["gpu"]
-    reported = reported and tensor_parallel == case["tensor_parallel"] and engine == "sglang"
-    options = dict(
-        **told,
-        tensor_parallel=tensor_parallel,
-        engine=engine,
-        index_layers=None if index else 0,
-        mtp=mtp or None,
-    )
-    load = Load(concurrency, context)
+    """What fits: memory term by term, and the tokens of each strategy.
+
+    What is not typed follows from model, card and spread, or is the GLM-5 report's where these
+    are; what a log says comes first.
+    """
+    settings = dict(locals())
+    load, typed, at = Load(concurrency, context), _typed(settings), _derived(settings)
+    kept = None
+    if dtype != "all":
+        kept = [n for n, kind in STRATEGIES.items() if dtype == "+".join(kind.kinds)]
     read = logs.parse(log) if log.strip() else None
     if read:
-        reading = logs.read(read, model, gpu, **options)
+        own = {"memory_fraction": typed.pop("mem_fraction_static", None), **typed}
+        own |= {"tensor_parallel": tensor_parallel, "engine": engine, "mtp": mtp or None}
+        own |= {"index_layers": None if index else 0}
+        own = {name: value for name, value in own.items() if value}
+        reading = logs.read(read, model, gpu, **own)
         plan = budget(reading.deployment, load, kept)
-    elif reported:
-        plan = budget(published_deployment("case", gpu, **options), load, kept)
     else:
-        plan = budget(deployment(model, gpu, **options), load, kept)
-    note = "<pre>" + plan.formula + "</pre>"
+        plan = budget(_as_typed(at, typed), load, kept)
+    if not plan.capacities:
+        raise CannotRun(f"No strategy of {dtype} rows: {plan.refused[0].verdict.reason}")
+    note = f"<pre>{html.escape(plan.formula, quote=False)}</pre>"
     note += "".join(
         f"Left out: {r.strategy.title}. {html.escape(r.verdict.reason)} " for r in plan.refused
     )
     if read:
         note += "".join(f"<br>{html.escape(line)}" for line in reading.lines)
-    return View([memory_stack(plan), tokens_that_fit(plan)], note, table(plan))
+    beside = dict.fromkeys(typed, "typed")
+    if not read:
+        beside = {n: _whence(at, n) for n in _memory(at) if n not in typed} | beside
+    figures = [memory_stack(plan), tokens_that_fit(plan)]
+    return View(figures, note, plan.table(), beside=beside)
 
 
-def budget_app(**start) -> w.Widget:
-    """The budget as a widget; arguments are `budget_view`'s, as start values."""
-    return make_app(**start).widget
+def _whence(at: Deployment, name: str) -> str:
+    if name == "weights_gib":
+        return str(at.checkpoint.provenance)
+    return str(at.provenance({"mem_fraction_static": "memory_fraction"}.get(name, name)))
 
 
-def make_app(
-    model: str = "glm-5",
-    gpu: str = "rtx-pro-6000-server",
-    tensor_parallel: int = 8,
-    weights_gib: float | None = None,
-    mem_fraction_static: float | None = None,
-    dtype: str = "all",
-    kv_gib: float | None = None,
-    concurrency: int = 1,
-    context: int = 1024,
-    index: bool = True,
-    mtp: bool = False,
-    engine: str = "sglang",
-    log: str = "",
-) -> App:
-    """The application behind `budget_app`; it starts at the case's log."""
-    case = published("case")
-    controls = {
-        "model": menu("model", known_models(), load_model(model).name),
-        "gpu": gpus("GPU", machine.known_cards(), gpu),
-        "tensor_parallel": menu("GPUs (TP)", [1, 2, 4, 8, 16], tensor_parallel),
-        "dtype": menu("KV dtype", STORAGES, dtype),
-        "weights_gib": number("weights, GiB/GPU", _or(weights_gib, case["weights_gib"]), 0.5),
-        "mem_fraction_static": number(
-            "memory fraction", _or(mem_fraction_static, case["mem_fraction_static"]), 0.01
-        ),
-        "kv_gib": number("KV, GiB (0: rule)", _or(kv_gib, case["pool_gib"]), 0.5),
-        "engine": menu("engine's rule", ["sglang", "vllm"], engine),
-        "concurrency": slider("concurrency", CONCURRENCIES, concurrency, "requests"),
-        "context": slider("context", CONTEXTS, context, "tokens"),
-        "index": check("index keys (DSA models)", index),
-        "mtp": check("MTP layer's KV", mtp),
-        "log": w.Textarea(
-            value=log,
-            description="start-up log",
-            rows=3,
-            style=LABEL,
-            placeholder="paste SGLang's or vLLM's start-up log here",
-            continuous_update=False,
-        ),
-    }
-    return App(
-        "shadowkv_lab.ui.budget.budget_app",
-        controls,
-        lambda settings, report, cancelled: budget_view(**settings),
-    )
+budget_app = budget_view.app

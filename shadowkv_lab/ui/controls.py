@@ -1,64 +1,188 @@
-"""Labelled controls with units, and a named error for a start value that they do not have."""
+"""What stands in an argument's annotation: its control, its option on the command line, and the
+named error for a value that it does not take.
 
-from collections.abc import Mapping, Sequence
+    Context = Annotated[int, Slider("context", [1024, 2048], "tokens")]
+
+A control's options are a list, a mapping from values to titles, or a function of the settings that
+gives one of them.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import ipywidgets as w
 
-from shadowkv_lab import machine
+from shadowkv_lab import files, machine
 from shadowkv_lab.errors import OutOfRange, UnknownName
+from shadowkv_lab.model import known_models, load_model
 
 LABEL = {"description_width": "11em"}
+Options = Sequence | Mapping | Callable[[dict], Sequence | Mapping]
 
 
-def menu(label: str, options: Sequence | Mapping, value: object, kind: str = "") -> w.Dropdown:
-    """A dropdown over values, or over a mapping from values to the titles that are shown.
+@dataclass(frozen=True)
+class Control:
+    """A labelled control; `help` says more, in a tooltip and on the command line."""
 
-    Raises `UnknownName` or `OutOfRange` for a value that is none of them, in the words of `kind` or
-    the label.
-    """
-    _require(kind or label, value, options)
-    if isinstance(options, Mapping):
-        options = [(title, name) for name, title in options.items()]
-    return w.Dropdown(options=options, value=value, description=label, style=LABEL)
+    label: str
+    help: str = ""
 
+    def widget(self, value: object, settings: dict) -> w.Widget:
+        """The control at a value; raises `UnknownName` or `OutOfRange` for one that it lacks."""
+        more = self._more(value, settings)
+        help_ = {"tooltip": self.help} if self.help else {}
+        return self._kind(value)(description=self.label, style=LABEL, **more, **help_)
 
-def gpus(label: str, names: Sequence[str], value: str) -> w.Dropdown:
-    """A dropdown over cards of data/gpus, shown by their titles. Raises `UnknownName`."""
-    return menu(label, {name: machine.card(name).title for name in names}, value, "GPU")
+    def put(self, widget: w.Widget, value: object, settings: dict) -> None:
+        """Set a widget's value, and its options as they are with these settings."""
+        more = self._more(value, settings)
+        if "options" in more and list(more["options"]) != list(widget._options_full):
+            widget.options = more["options"]
+        if widget.value != more["value"]:
+            widget.value = more["value"]
 
+    def typed(self, text: object) -> object:
+        """A value of the command line as the function takes it."""
+        return text
 
-def several(label: str, options: Sequence[str], values: Sequence[str]) -> w.SelectMultiple:
-    """A list of names of which any number may be chosen. Raises `UnknownName`."""
-    values = (values,) if isinstance(values, str) else tuple(values)
-    for value in values:
-        _require(label, value, options)
-    return w.SelectMultiple(
-        options=options, value=values, description=label, style=LABEL, rows=len(options)
-    )
+    def _kind(self, value: object) -> type[w.Widget]:
+        raise NotImplementedError
 
-
-def slider(label: str, values: Sequence[float], value: float, unit: str) -> w.SelectionSlider:
-    """A slider over the values of a list and the one it starts with. Raises `OutOfRange`."""
-    whole = all(isinstance(v, int) for v in values)
-    if not _is_number(value, whole) or not 0 < value < 1e15:
-        raise OutOfRange(f"{label} of {value!r}", f"{'whole ' if whole else ''}{unit} above 0")
-    options = [(f"{v:,} {unit}" if whole else f"{v:g} {unit}", v) for v in sorted({*values, value})]
-    return w.SelectionSlider(
-        options=options, value=value, description=label, style=LABEL, continuous_update=False
-    )
+    def _more(self, value: object, settings: dict) -> dict:
+        raise NotImplementedError
 
 
-def number(label: str, value: float, step: float = 1, whole: bool = False) -> w.Widget:
-    """A field for a number. Raises `OutOfRange`."""
-    if not _is_number(value, whole):
-        raise OutOfRange(f"{label}: {value!r}", "a whole number" if whole else "a number")
-    kind = w.IntText if whole else w.FloatText
-    return kind(value=value, step=step, description=label, style=LABEL)
+@dataclass(frozen=True)
+class Menu(Control):
+    """One of several values; `kind` is what an error calls it."""
+
+    options: Options = ()
+    kind: str = ""
+
+    def _kind(self, value):
+        return w.Dropdown
+
+    def _more(self, value, settings):
+        options = _options(self.options, settings)
+        _require(self.kind or self.label, value, options)
+        return {"options": [(str(title), v) for v, title in options.items()], "value": value}
 
 
-def check(label: str, value: bool) -> w.Checkbox:
+@dataclass(frozen=True)
+class Several(Control):
+    """Names of which any number may be chosen; on the command line, with commas."""
+
+    options: Options = ()
+
+    def _kind(self, value):
+        return w.SelectMultiple
+
+    def _more(self, value, settings):
+        options = _options(self.options, settings)
+        values = (value,) if isinstance(value, str) else tuple(value)
+        for name in values:
+            _require(self.label, name, options)
+        shown = [(str(title), name) for name, title in options.items()]
+        return {"options": shown, "value": values, "rows": len(shown)}
+
+    def typed(self, text):
+        if not isinstance(text, str):
+            return text
+        return tuple(part.strip() for part in re.split(r",(?![^(]*\))", text))
+
+
+@dataclass(frozen=True)
+class Slider(Control):
+    """A value of a list, and any that is given to start with."""
+
+    values: Options = ()
+    unit: str = ""
+
+    def _kind(self, value):
+        return w.SelectionSlider
+
+    def _more(self, value, settings):
+        values = list(_options(self.values, settings))
+        whole = all(isinstance(v, int) for v in values)
+        if not _is_number(value, whole) or not 0 < value < 1e15:
+            allowed = f"{'whole ' if whole else ''}{self.unit} above 0"
+            raise OutOfRange(f"{self.label} of {value!r}", allowed)
+        form = "{:,}" if whole else "{:g}"
+        options = [(f"{form.format(v)} {self.unit}", v) for v in sorted({*values, value})]
+        return {"options": options, "value": value}
+
+
+@dataclass(frozen=True)
+class Number(Control):
+    """A field for a number."""
+
+    step: float = 1
+    whole: bool = False
+
+    def _kind(self, value):
+        return w.IntText if self.whole else w.FloatText
+
+    def _more(self, value, settings):
+        if not _is_number(value, self.whole):
+            allowed = "a whole number" if self.whole else "a number"
+            raise OutOfRange(f"{self.label}: {value!r}", allowed)
+        return {"value": value, "step": self.step}
+
+
+@dataclass(frozen=True)
+class Tick(Control):
     """A box to tick."""
-    return w.Checkbox(value=bool(value), description=label, style=LABEL)
+
+    def _kind(self, value):
+        return w.Checkbox
+
+    def _more(self, value, settings):
+        return {"value": bool(value)}
+
+
+@dataclass(frozen=True)
+class Paste(Control):
+    """A text, pasted; on the command line the path of a file, or - for standard input."""
+
+    placeholder: str = ""
+
+    def _kind(self, value):
+        return w.Textarea
+
+    def _more(self, value, settings):
+        return {"value": value, "rows": 3, "placeholder": self.placeholder}
+
+    def typed(self, text):
+        return files.read_text("/dev/stdin" if text == "-" else Path(text)) if text else ""
+
+
+def cards(names: Callable[[], Sequence[str]]) -> Callable[[dict], dict[str, str]]:
+    """Options of a menu over cards of data/gpus, shown by their titles."""
+    return lambda settings: {name: machine.card(name).title for name in names()}
+
+
+def models(settings: dict) -> list[str]:
+    """Options of a menu over the lab's models, and the config.json that it was started with."""
+    return [*dict.fromkeys([*known_models(), named(settings["model"])])]
+
+
+def named(model: object) -> str:
+    """A model of the lab by its own name; any other as it was given. Raises `UnknownName`."""
+    name = load_model(model).name
+    return name if name in known_models() else str(model)
+
+
+def powers(first: int, last: int) -> list[int]:
+    """Doubled numbers from `first` to `last`."""
+    return [first << k for k in range((last // first).bit_length())]
+
+
+def _options(options: Options, settings: dict) -> Mapping:
+    """Options as a mapping from values to titles, here and now."""
+    found = options(settings) if callable(options) else options
+    return found if isinstance(found, Mapping) else {value: value for value in found}
 
 
 def _is_number(value: object, whole: bool) -> bool:
@@ -66,7 +190,7 @@ def _is_number(value: object, whole: bool) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _require(kind: str, value: object, options: Sequence | Mapping) -> None:
+def _require(kind: str, value: object, options: Mapping) -> None:
     if value in options:
         return
     if all(isinstance(option, str) for option in options):

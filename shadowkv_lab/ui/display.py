@@ -11,8 +11,6 @@ from functools import cache
 import plotly.graph_objects as go
 from IPython.display import display
 
-from shadowkv_lab.ui import plots
-
 BROWSER_TIMEOUT_S = 60  # a cold start on a busy machine takes seconds
 PLOTLY = "application/vnd.plotly.v1+json"
 
@@ -24,7 +22,6 @@ def show(fig: go.Figure) -> None:
     plain warning says so.
     """
     bundle = {PLOTLY: json.loads(fig.to_json()), "text/plain": _plain(fig)}
-    plots.keep_used_template(bundle[PLOTLY])
     bundle[PLOTLY]["config"] = {"responsive": True, "displaylogo": False}
     if (picture := png(fig)) is not None:
         bundle["image/png"] = base64.b64encode(picture).decode()

@@ -1,6 +1,7 @@
 """Figures of the kernel benchmark: bandwidth against the floor, and ours against the peers."""
 
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -8,19 +9,22 @@ import plotly.graph_objects as go
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import read_json
-from shadowkv_lab.strategies import parse
-from shadowkv_lab.ui import style
+from shadowkv_lab.ui import charts, tables
+from shadowkv_lab.ui.app import View
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Menu
 
-OURS = ("cast", "append", "gather_cast", "fused_fp8")
-# A kernel has the colour of the strategy that uses it; the others have one of no strategy.
+# Kernels take the colour of the strategy that uses them; all others are grey.
 FAMILY = {
     "cast": "vector_cast",
-    "torch copy_": "full_cast",
     "gather_cast": "gather_cast",
+    "fused_fp8": "fused_fp8",
+    "torch copy_": "full_cast",
     "flashinfer bf16": "bf16_pool",
     "flashinfer native_fp8": "native_fp8",
 }
-OTHER = {"torch.compile": style.OTHERS[0], "torch index_select + to": style.OTHERS[1]}
+MOVERS = ("cast", "torch copy_", "torch.compile", "gather_cast", "torch index_select + to")
+TABLE = ("kernel", "shape", "heads", "ms", "gb_per_s", "of_copy", "error", "ratio")
 
 
 def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
@@ -43,60 +47,99 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
 
 def bandwidth(rows: pd.DataFrame, origin: dict) -> go.Figure:
     """Each kernel's bytes over its time, beside the copy bandwidth of the same run."""
-    moved = rows[
-        rows.kernel.isin(
-            ["cast", "torch copy_", "torch.compile", "gather_cast", "torch index_select + to"]
-        )
-    ]
-    big = moved[moved["shape"].str.contains("slots")].ms.idxmax()
-    shape = moved.loc[big, "shape"]
-    at = moved[moved["shape"] == shape].set_index("kernel")
-    heading = (
-        f"The cast reaches {at.of_copy['cast']:.0%} of copy bandwidth, torch's "
-        f"{at.of_copy['torch copy_']:.0%}<br><sup>{shape}, all layers, recorded on "
-        f"{origin['device']}; copy {origin['copy_gb_per_s']:,.0f} GB/s</sup>"
+    moved = rows[rows.kernel.isin(MOVERS)]
+    shape = moved.loc[moved[moved["shape"].str.contains("slots")].ms.idxmax(), "shape"]
+    of_copy = moved[moved["shape"] == shape].set_index("kernel").of_copy
+    return _against_copy(
+        moved,
+        f"The cast reaches {of_copy['cast']:.0%} of copy bandwidth, torch's "
+        f"{of_copy['torch copy_']:.0%}",
+        f"{shape}, all layers, recorded on {origin['device']}; copy "
+        f"{origin['copy_gb_per_s']:,.0f} GB/s",
+        origin,
     )
-    return _bars(moved, heading, origin["copy_gb_per_s"])
 
 
 def decode_bandwidth(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
     """Decode attention: live bytes over time at one head count, and what copying them takes."""
     ours = rows[(rows.heads == heads) & rows.error.notna()]
     best = ours[ours.kernel == "fused_fp8"].of_copy.max()
-    heading = (
-        f"With {heads} heads the FP8 decode reads its rows at up to {best:.0%} of copy bandwidth"
-        f"<br><sup>recorded on {origin['device']}</sup>"
+    return _against_copy(
+        _better(ours),
+        f"With {heads} heads the FP8 decode reads its rows at up to {best:.0%} of copy bandwidth",
+        f"recorded on {origin['device']}",
+        origin,
     )
-    return _bars(_better(ours), heading, origin["copy_gb_per_s"])
 
 
 def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
-    """Decode attention in ms a step: ours, FlashInfer's better BF16, its better FP8."""
+    """Decode attention in ms per step: ours, FlashInfer's better BF16, its better FP8."""
     ours = _better(rows[(rows.heads == heads) & rows.error.notna()])
     ratios = ours[ours.kernel == "flashinfer bf16"].ratio
-    heading = (
-        f"With {heads} heads the FP8 decode takes {ratios.min():.2f} to {ratios.max():.2f} of "
-        f"FlashInfer's BF16 time<br><sup>attention of all layers, recorded on {origin['device']}"
-        "</sup>"
-    )
-    fig = style.figure(heading, "", "attention, all layers (ms)", log_y=True)
-    for kernel, part in ours.groupby("kernel", sort=False):
-        _bar(fig, kernel, part, part.ms, "%{y:.2f} ms<br>%{customdata[0]:,.0f} GB/s")
+    traces = _bars(ours, "ms", ",.2f", " ms", lambda row: f"{row.gb_per_s:,.0f} GB/s")
     floor = ours[ours.kernel == "fused_fp8"]
-    fig.add_scatter(
-        x=floor["shape"],
-        y=floor.bytes / origin["copy_gb_per_s"] / 1e6,
-        mode="markers",
-        marker=dict(symbol="line-ew-open", size=34, color="#bbbbbb", line_width=4),
-        name="FP8 bytes at copy speed",
-        hovertemplate="floor %{y:.2f} ms<extra></extra>",
-        offsetgroup="fused_fp8",
+    mark = {"symbol": "line-ew-open", "size": 34, "line": {"width": 4}}
+    traces.append(
+        charts.points(
+            floor["shape"],
+            floor.bytes / origin["copy_gb_per_s"] / 1e6,
+            "FP8 bytes at copy speed",
+            "#bbbbbb",
+            marker=mark,
+            hover="floor %{y:.2f} ms<extra></extra>",
+            offsetgroup="fused_fp8",
+        )
     )
-    return fig.update_layout(barmode="group", scattermode="group")
+    return charts.figure(
+        charts.heading(
+            f"With {heads} heads the FP8 decode takes {ratios.min():.2f} to {ratios.max():.2f} of "
+            "FlashInfer's BF16 time",
+            f"attention of all layers, recorded on {origin['device']}",
+        ),
+        traces,
+        "requests x context",
+        "attention, all layers (ms)",
+        log_y=True,
+        barmode="group",
+        scattermode="group",
+    )
+
+
+def _against_copy(rows: pd.DataFrame, finding: str, note: str, origin: dict) -> go.Figure:
+    return charts.figure(
+        charts.heading(finding, note),
+        _bars(rows, "gb_per_s", ",.0f", " GB/s", lambda row: f"{row.ms:.3f} ms"),
+        "what is moved" if "slots" in rows["shape"].iloc[0] else "requests x context",
+        "bytes moved over time (GB/s)",
+        barmode="group",
+        **charts.level(origin["copy_gb_per_s"], "copy"),
+    )
+
+
+def _bars(rows: pd.DataFrame, column: str, form: str, unit: str, hover) -> list[dict]:
+    """Standing bars, a group per shape, one per kernel in it."""
+    others, traces = iter(charts.OTHERS), []
+    for kernel, part in rows.groupby("kernel", sort=False):
+        own = FAMILY.get(kernel)
+        trace = charts.bar(
+            part["shape"],
+            part[column],
+            kernel,
+            charts.tag(own).colour if own else next(others),
+            "recorded",
+            [hover(row) for row in part.itertuples()],
+            form=form,
+            unit=unit,
+            upright=True,
+            offsetgroup=kernel,
+        )
+        trace["marker"]["pattern"]["size"] = 6
+        traces.append(trace)
+    return traces
 
 
 def limits(heads: int = 8, path: str | Path | None = None) -> str:
-    """What ncu found of the decode with so many heads, in a sentence. Raises `BadFile`."""
+    """What ncu found of the decode with this many heads, in a sentence. Raises `BadFile`."""
     path = path or facts.path("runs", "h200_ncu.json")
     try:
         entry = read_json(path)
@@ -106,8 +149,8 @@ def limits(heads: int = 8, path: str | Path | None = None) -> str:
             f"At {k['shape']} and {k['heads']} heads ncu finds memory {k['memory_percent']:.0f} % "
             f"busy, shared memory {k['shared_percent']:.0f} % and issue slots "
             f"{k['issue_percent']:.0f} % ({entry['origin']['device']}, its clock locked at "
-            f"{entry['origin']['sm_clock_mhz'] / 1000:.2f} GHz). {k['registers']} registers a "
-            f"thread and {k['shared_kb']:.0f} KB a block allow {k['warps_per_sm']} warps on a "
+            f"{entry['origin']['sm_clock_mhz'] / 1000:.2f} GHz). {k['registers']} registers per "
+            f"thread and {k['shared_kb']:.0f} KB per block allow {k['warps_per_sm']} warps on a "
             "multiprocessor, too few to hide every load: the rest is waiting."
         )
     except (ValueError, KeyError, TypeError) as error:
@@ -125,77 +168,33 @@ def against_bf16(rows: pd.DataFrame) -> pd.DataFrame:
     """Ours over FlashInfer's better BF16 time, by shape and head count."""
     better = _better(rows[rows.error.notna()])
     peers = better[better.kernel == "flashinfer bf16"]
-    return peers.pivot(index="shape", columns="heads", values="ratio").loc[
-        [*peers["shape"].unique()]
-    ]
-
-
-def _bars(rows: pd.DataFrame, heading: str, ceiling: float) -> go.Figure:
-    fig = style.figure(heading, "", "bytes moved over time (GB/s)")
-    for kernel, part in rows.groupby("kernel", sort=False):
-        _bar(fig, kernel, part, part.gb_per_s, "%{y:,.0f} GB/s<br>%{customdata[1]:.3f} ms")
-    fig.add_hline(
-        y=ceiling,
-        line=dict(color="#000", dash="dot"),
-        annotation_text="copy",
-        annotation_position="top left",
-    )
-    return fig.update_layout(barmode="group")
-
-
-def _bar(fig: go.Figure, kernel: str, part: pd.DataFrame, y: pd.Series, hover: str) -> None:
-    fig.add_bar(
-        x=part["shape"],
-        y=y,
-        name=kernel,
-        customdata=part[["gb_per_s", "ms"]],
-        offsetgroup=kernel,
-        marker=dict(
-            color=OTHER.get(kernel) or style.colour(FAMILY.get(kernel, kernel)),
-            pattern=dict(shape=style.PATTERNS["recorded"], size=6),
-        ),
-        hovertemplate=f"{kernel}, %{{x}}: {hover}, recorded<extra></extra>",
-    )
+    ratios = peers.pivot(index="shape", columns="heads", values="ratio")
+    return ratios.loc[[*peers["shape"].unique()]]
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """All rows, ready to be read; `ours / this` below 1 means that ours is faster."""
-    names = {
-        "kernel": "kernel",
-        "shape": "shape",
-        "heads": "heads",
-        "ms": "ms",
-        "gb_per_s": "GB/s",
-        "of_copy": "of copy",
-        "error": "error",
-        "ratio": "ours / this",
-    }
-    shown = rows[[*names]].rename(columns=names)
-    shown["error"] = shown.error.map(lambda e: "" if pd.isna(e) else f"{e:.1e}")
-    shown["heads"] = shown.heads.map(lambda h: h or "")
-    return shown.round({"ms": 3, "GB/s": 0, "of copy": 3, "ours / this": 3})
+    return tables.table(rows.assign(heads=rows.heads.where(rows.heads > 0)), TABLE)
 
 
-def worth_of_a_shadow(runs: pd.DataFrame) -> pd.DataFrame:
+def worth_of_a_shadow(frame: pd.DataFrame) -> pd.DataFrame:
     """Whole steps of shadow and fused FP8 at every recorded setting, and what each keeps.
 
-    `runs` are recorded runs of one model. A ratio over 1 says that the shadow's step is longer.
+    `frame` has recorded steps of one model. A ratio over 1 says that the shadow's step is longer.
     """
     keys = ["pool_tokens", "concurrency", "context"]
-    steps = runs.pivot_table(index=keys, columns="strategy", values="step_ms")
-    steps = steps.dropna(subset=["shadow", "fused_fp8"]).reset_index()
-    model = runs.model.iloc[0]
-    from shadowkv_lab.model import load_model
-
-    kept = {name: parse(name).token_bytes(load_model(model)) for name in ("shadow", "fused_fp8")}
+    found = frame.pivot_table(index=keys, columns="strategy", values=["step_ms", "kept_bytes"])
+    ours = [(value, name) for value in found.columns.levels[0] for name in ("shadow", "fused_fp8")]
+    found = found[ours].dropna().reset_index()
+    step, kept = found["step_ms"], found["kept_bytes"]
     return pd.DataFrame(
         {
-            "pool": steps.pool_tokens,
-            "load": steps.concurrency.astype(str) + " x " + steps.context.astype(str),
-            "shadow ms": steps.shadow,
-            "fused FP8 ms": steps.fused_fp8,
-            "shadow / fused": steps.shadow / steps.fused_fp8,
-            "bytes kept, shadow / fused": kept["shadow"] / kept["fused_fp8"],
+            "pool": found.pool_tokens,
+            "load": found.concurrency.astype(str) + " x " + found.context.astype(str),
+            "shadow ms": step.shadow,
+            "fused FP8 ms": step.fused_fp8,
+            "shadow / fused": step.shadow / step.fused_fp8,
+            "bytes kept, shadow / fused": kept.shadow / kept.fused_fp8,
         }
     )
 
@@ -213,3 +212,23 @@ def verdict(worth: pd.DataFrame) -> str:
         return text + "It wins at none: beside this kernel a shadow is worth nothing."
     where = ", ".join(sorted(set(wins.load)))
     return text + f"It is the shorter one at {len(wins)} of them ({where})."
+
+
+def _heads(settings: dict) -> list[int]:
+    return sorted({int(n) for n in recorded()[0].heads if n > 0})
+
+
+@application("shadowkv_lab.ui.kernels.kernels_app")
+def kernels_view(heads: Annotated[int, Menu("heads per GPU", options=_heads)] = 8) -> View:
+    """Each kernel of the lab beside its peers, as recorded: bandwidth, and decode attention."""
+    rows, origin = recorded()
+    figures = [
+        bandwidth(rows, origin),
+        decode_time(rows, origin, heads),
+        decode_bandwidth(rows, origin, heads),
+    ]
+    shown = rows[rows.heads.isin([0, heads])]
+    return View(figures, f"<b>recorded</b> on {origin['device']}. {limits(heads)}", shown)
+
+
+kernels_app = kernels_view.app

@@ -2,7 +2,7 @@
 
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import plotly.graph_objects as go
@@ -11,12 +11,11 @@ from plotly.utils import PlotlyJSONEncoder
 PAGE_WIDTH, GAP = 1100, 4  # what a JupyterLab 1280 px wide shows, its side bar closed
 CHAR_PX = 6.1  # of a label at FONT_SIZE
 TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
-NOT_DRAWN = {"scene", "geo", "polar", "ternary", "map", "mapbox", "smith"}  # layouts of other plots
 TITLE_SIZE, FONT_SIZE = 14, 11
 
 
 def column_width(columns: int) -> int:
-    """Pixels of one of so many columns of figures side by side."""
+    """Width in pixels of one of `columns` columns."""
     return PAGE_WIDTH // columns - GAP
 
 
@@ -38,7 +37,7 @@ def draw(
 ) -> tuple[list[go.FigureWidget], list[dict]]:
     """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
 
-    `drawn` is what they show so far. A widget is changed where its traces are of the same types,
+    `drawn` is what they show so far. A widget is patched where its traces are of the same types,
     and replaced elsewhere.
     """
     specs, widgets = [], []
@@ -49,15 +48,15 @@ def draw(
             widgets.append(shown[i])
         else:
             # NOTE: a FigureWidget's stored state is that of the figure it was made from.
-            widgets.append(go.FigureWidget(go.Figure(spec)))
+            widgets.append(go.FigureWidget(go.Figure(spec, _validate=False)))
     return widgets, specs
 
 
 def fitted(figure: go.Figure, width: int) -> dict:
     """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
-    spec = {"data": [_plain(trace) for trace in figure.data], "layout": _plain(figure.layout)}
+    # NOTE: Figure.to_json() packs arrays as base64, which compares and reads back badly.
+    spec = json.loads(json.dumps(figure.to_plotly_json(), cls=PlotlyJSONEncoder))
     layout = spec["layout"]
-    keep_used_template(spec)
     lines = []
     for part in layout.get("title", {}).get("text", "").split("<br>"):
         small = part.startswith("<sup>")
@@ -69,24 +68,24 @@ def fitted(figure: go.Figure, width: int) -> dict:
     # A subtitle stands below the title and needs a line of its own.
     rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
     below = legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper"
-    layout |= dict(
-        width=width,
-        font=layout.get("font", {}) | dict(size=FONT_SIZE),
-        margin=margin | dict(t=max(margin.get("t", 0), 34 + 19 * rows)),
+    layout |= {
+        "width": width,
+        "font": layout.get("font", {}) | {"size": FONT_SIZE},
+        "margin": margin | {"t": max(margin.get("t", 0), 34 + 19 * rows)},
         # A lower plot leaves less between its axis title and the legend.
-        legend=legend | (dict(y=min(legend.get("y", 0), -0.27)) if below else {}),
+        "legend": legend | ({"y": min(legend.get("y", 0), -0.27)} if below else {}),
         # NOTE: plotly anchors the first of several lines by its baseline.
-        title=title
-        | dict(
-            text="<br>".join(lines),
-            font=dict(size=TITLE_SIZE),
-            x=0.01,
-            y=1 - 20 / height,
-            xref="container",
-            yref="container",
-            yanchor="top",
-        ),
-    )
+        "title": title
+        | {
+            "text": "<br>".join(lines),
+            "font": {"size": TITLE_SIZE},
+            "x": 0.01,
+            "y": 1 - 20 / height,
+            "xref": "container",
+            "yref": "container",
+            "yanchor": "top",
+        },
+    }
     _make_room(spec)
     return spec
 
@@ -110,38 +109,34 @@ def _make_room(spec: dict) -> None:
             axis["range"][1] = max(axis["range"][1], x * plot / room)
 
 
-def keep_used_template(spec: dict) -> None:
-    """Keep the part of a template that a figure uses: it is most of a small figure's JSON, and
-    plotly.js goes through all of it at each draw."""
-    template, types = spec["layout"].get("template", {}), {t["type"] for t in spec["data"]}
-    spec["layout"]["template"] = {
-        "data": {k: v for k, v in template.get("data", {}).items() if k in types},
-        "layout": {k: v for k, v in template.get("layout", {}).items() if k not in NOT_DRAWN},
-    }
-
-
-def _plain(part: "go.Layout | go.Trace") -> dict:
-    # NOTE: Figure.to_json() packs arrays as base64, which compares and reads back badly.
-    return json.loads(json.dumps(part.to_plotly_json(), cls=PlotlyJSONEncoder))
-
-
 def _alike(old: dict, new: dict) -> bool:
     """Whether the traces that both figures have are of the same types, one by one."""
     return all(a["type"] == b["type"] for a, b in zip(old["data"], new["data"], strict=False))
 
 
 def _patch(widget: go.FigureWidget, old: dict, new: dict) -> None:
-    """Send what differs. To set everything anew costs plotly's check of every property."""
+    """Send what differs, value by value and in one message: whole parts cost plotly's checks of
+    every property in them, and the browser more."""
     kept = min(len(old["data"]), len(new["data"]))
     if len(old["data"]) > kept:
         widget.data = widget.data[:kept]
     with widget.batch_update():
         for trace, before, after in zip(widget.data, old["data"], new["data"], strict=False):
-            trace.update(_difference(before, after), overwrite=True)
-        widget.layout.update(_difference(old["layout"], new["layout"]), overwrite=True)
+            for path, value in _differences(before, after):
+                trace[path] = value
+        for path, value in _differences(old["layout"], new["layout"]):
+            widget.layout[path] = value
     if len(new["data"]) > kept:
         widget.add_traces(new["data"][kept:])
 
 
-def _difference(old: dict, new: dict) -> dict:
-    return {key: new.get(key) for key in {**old, **new} if old.get(key) != new.get(key)}
+def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(path, new value) of each value that is another one; None where it is gone."""
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", after

@@ -1,201 +1,272 @@
-"""Figures of the closed form: one load, throughput against interactivity, who wins where."""
+"""Many requests by the closed form: one load, throughput against interactivity, who wins where."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from shadowkv_lab import machine
+from shadowkv_lab.deployment import published_deployment
+from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.model import load_model
+from shadowkv_lab.provenance import Kind
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Cell, Contender, by_pair, crossovers, point, winner_map
-from shadowkv_lab.serving.steps import weakest
-from shadowkv_lab.ui import style
+from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders
+from shadowkv_lab.strategies import STRATEGIES, parse
+from shadowkv_lab.ui import charts
+from shadowkv_lab.ui.app import View
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Menu, Several, Slider, cards, models, named, powers
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXTS = tuple(2**k for k in range(10, 18))
+CONTEXTS = tuple(powers(1024, 131_072))
 
 
-def source_of(contenders: Sequence[Contender]) -> str:
-    """The weakest provenance among the steps, as figures say it."""
-    return f"step times: {weakest(c.step.provenance for c in contenders)}"
+def weakest(found: Sequence[Contender]) -> str:
+    """The weakest provenance among the steps."""
+    return max(Kind(str(c.step.provenance)) for c in found).value
 
 
-def heading(finding: str, note: str) -> str:
-    """A finding, and beneath it, smaller, what it rests on."""
-    return f"{finding[0].upper()}{finding[1:]}<br><sup>{note}</sup>"
+def source_of(found: Sequence[Contender]) -> str:
+    """`weakest`, as figures say it."""
+    return f"step times: {weakest(found)}"
 
 
 def legend(contender: Contender) -> str:
-    return f"{style.title(contender.name)} ({contender.step.provenance})"
+    return f"{charts.tag(contender.name).title} ({contender.step.provenance})"
 
 
-def line_style(contender: Contender) -> dict:
-    """Colour of the strategy, dash of the provenance."""
-    return {"color": style.colour(contender.name), "dash": style.DASHES[contender.step.provenance]}
-
-
-def verdict(contenders: Sequence[Contender], concurrency: int, context: int) -> go.Figure:
+def verdict(found: Sequence[Contender], concurrency: int, context: int) -> go.Figure:
     """The closed form at one load: output tokens/s of each strategy, and how many run."""
-    fit = [c for c in contenders if c.running(concurrency, context)]
-    points = [point(c, concurrency, context) for c in fit]
-    what = f"{concurrency} requests of {context:,} tokens"
-    if not points:
-        return style.figure(f"Nobody holds one request of {context:,} tokens", "", "")
-    best = max(points, key=lambda p: p.tokens_per_s)
-    fig = style.figure(
-        heading(
-            f"{style.title(best.name)} gives most: {best.tokens_per_s:,.0f} tokens/s",
-            f"{what}; {source_of(fit)}",
-        ),
-        "output tokens/s, all requests",
+    fit = [c for c in found if c.running(concurrency, context)]
+    if not fit:
+        return charts.figure(f"No strategy holds one request of {context:,} tokens")
+    rows = []
+    for c in fit:
+        p, tag = point(c, concurrency, context), charts.tag(c.name)
+        said = f"{p.running} run, {p.queued} wait, {p.step_ms:.0f} ms per token, {p.provenance}"
+        rows.append({**vars(tag), **p._asdict(), "capacity": c.capacity_tokens, "said": said})
+    frame = pd.DataFrame(rows)
+    best = frame.loc[frame.tokens_per_s.idxmax()]
+    bars = charts.bar(
+        frame.title,
+        frame.tokens_per_s,
         "",
+        frame.colour,
+        frame.provenance.astype(str),
+        [f"{row.said}<br>pool of {row.capacity:,} tokens" for row in frame.itertuples()],
+        form=",.1f",
+        unit=" tokens/s",
+        showlegend=False,
     )
-    for p, c in zip(points, fit, strict=True):
-        said = f"{p.running} run, {p.queued} wait, {p.step_ms:.0f} ms a token, {p.provenance}"
-        fig.add_bar(
-            y=[style.title(p.name)],
-            x=[p.tokens_per_s],
-            orientation="h",
-            showlegend=False,
-            marker={
-                "color": style.colour(p.name),
-                "pattern": {"shape": style.PATTERNS[p.provenance], "size": 6},
-            },
-            hovertemplate=f"{legend(c)}: {p.tokens_per_s:,.1f} tokens/s<br>{said}<br>"
-            f"pool of {c.capacity_tokens:,} tokens<extra></extra>",
-        )
-        fig.add_annotation(
-            x=p.tokens_per_s,
-            y=style.title(p.name),
-            xanchor="left",
-            xshift=6,
-            showarrow=False,
-            text=said,
-        )
-    fig.update_xaxes(range=[0, 1.75 * best.tokens_per_s])
-    fig.update_yaxes(automargin=True)
-    fig.update_layout(height=170 + 50 * len(points))
-    return fig
+    return charts.figure(
+        charts.heading(
+            f"{best.title} gives most: {best.tokens_per_s:,.0f} tokens/s",
+            f"{concurrency} requests of {context:,} tokens; {source_of(fit)}",
+        ),
+        [bars],
+        "output tokens/s, all requests",
+        height=170 + 50 * len(frame),
+        **charts.totals(frame.title, frame.tokens_per_s, frame.said, widest=1.75),
+    )
 
 
 def pareto(
-    contenders: Sequence[Contender], context: int, concurrencies: Sequence[int] = CONCURRENCIES
+    found: Sequence[Contender], context: int, concurrencies: Sequence[int] = CONCURRENCIES
 ) -> go.Figure:
     """Throughput against interactivity: up is more for the server, right is more for a user."""
-    fit = [c for c in contenders if c.running(1, context)]
+    fit = [c for c in found if c.running(1, context)]
+    if not fit:
+        return charts.figure(f"No strategy holds one request of {context:,} tokens")
     curves = {c.name: [point(c, n, context) for n in concurrencies] for c in fit}
     peaks = {name: max(p.tokens_per_s for p in points) for name, points in curves.items()}
-    if not fit:
-        return style.figure(f"Nobody holds one request of {context:,} tokens", "", "")
     best = max(peaks, key=peaks.__getitem__)
-    finding = (
-        f"At {context:,} tokens {style.title(best)} peaks highest: {peaks[best]:,.0f} tokens/s"
-    )
-    fig = style.figure(
-        heading(
-            finding,
-            f"1 to {concurrencies[-1]} requests; a cross: the pool is full; " + source_of(fit),
+    lines = []
+    for c in fit:
+        points = curves[c.name]
+        said = [
+            f"{n} sent, {p.running} run, {p.queued} wait<br>{p.step_ms:.1f} ms per token"
+            for n, p in zip(concurrencies, points, strict=True)
+        ]
+        lines.append(
+            charts.line(
+                [p.tokens_per_s_per_user for p in points],
+                [p.tokens_per_s for p in points],
+                legend(c),
+                charts.tag(c.name).colour,
+                str(c.step.provenance),
+                marker={"size": 8, "symbol": ["x" if p.queued else "circle" for p in points]},
+                text=said,
+                hover="%{text}<br>%{y:,.0f} tokens/s in all<br>%{x:.1f} tokens/s for each",
+            )
+        )
+    return charts.figure(
+        charts.heading(
+            f"At {context:,} tokens {charts.tag(best).title} peaks highest: "
+            f"{peaks[best]:,.0f} tokens/s",
+            f"1 to {concurrencies[-1]} requests; a cross: the pool is full; {source_of(fit)}",
         ),
+        lines,
         "output tokens/s that one running request sees",
         "output tokens/s of the server",
         log_x=True,
         log_y=True,
     )
-    for c in fit:
-        points = curves[c.name]
-        fig.add_scatter(
-            x=[p.tokens_per_s_per_user for p in points],
-            y=[p.tokens_per_s for p in points],
-            name=legend(c),
-            line=line_style(c),
-            mode="lines+markers",
-            marker={"size": 8, "symbol": ["x" if p.queued else "circle" for p in points]},
-            text=[
-                f"{n} sent, {p.running} run, {p.queued} wait<br>{p.step_ms:.1f} ms a token"
-                for n, p in zip(concurrencies, points, strict=True)
-            ],
-            hovertemplate="%{text}<br>%{y:,.0f} tokens/s in all<br>%{x:.1f} tokens/s for each"
-            f"<extra>{legend(c)}</extra>",
-        )
-    return fig
 
 
 def winners(
-    contenders: Sequence[Contender],
+    found: Sequence[Contender],
     concurrencies: Sequence[int] = CONCURRENCIES,
     contexts: Sequence[int] = CONTEXTS,
     note: str = "",
 ) -> go.Figure:
     """Which strategy gives most tokens/s at each load, and the lines where that changes."""
-    rows = winner_map(contenders, concurrencies, contexts)
-    cells = [cell for row in rows for cell in row]
-    names = [c.name for c in contenders]
+    cells = [cell for row in winner_map(found, concurrencies, contexts) for cell in row]
+    names = [c.name for c in found]
     won = _shares(cells)
-    counted = ", ".join(f"{style.title(n)} {share:.0%}" for n, share in won.items())
-    never = ", ".join(style.title(n) for n in names if n not in won)
+    counted = ", ".join(f"{charts.tag(n).title} {share:.0%}" for n, share in won.items())
+    never = ", ".join(charts.tag(n).title for n in names if n not in won)
     said = "; ".join(filter(None, [note, f"never {never}" if never else "", "pale: a small lead"]))
-    fig = style.figure(
-        heading(f"Most tokens/s, of these loads: {counted}", f"{said}; {source_of(contenders)}"),
+    traces = []
+    for name in names:
+        mine, tag = [cell for cell in cells if cell.winner == name], charts.tag(name)
+        pale = [0.35 + 0.65 * min(m.lead, 0.5) / 0.5 for m in mine]
+        traces.append(
+            charts.points(
+                [m.concurrency for m in mine] or [None],
+                [m.context for m in mine] or [None],
+                tag.title,
+                tag.colour,
+                marker={"symbol": "square", "size": 22, "opacity": pale or 1},
+                text=[
+                    f"{m.tokens_per_s:,.0f} tokens/s, {m.running} run<br>{_lead(m)}" for m in mine
+                ],
+                hover="%{x} requests of %{y:,} tokens<br>%{text}",
+            )
+        )
+    for (before, after), line in by_pair(crossovers(found, contexts, concurrencies)).items():
+        after, before = charts.tag(after).title, charts.tag(before).title
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": [p.concurrency for p in line],
+                "y": [p.context for p in line],
+                "line": {"color": "#222", "width": 1.5},
+                "marker": {"size": 5},
+                "name": f"from here {after}, below {before}",
+                "hovertemplate": f"from %{{x}} requests of %{{y:,}} tokens on {after} beats "
+                f"{before}<extra></extra>",
+            }
+        )
+    return charts.figure(
+        charts.heading(f"Most tokens/s, of these loads: {counted}", f"{said}; {source_of(found)}"),
+        traces,
         "requests sent at once",
-        "context (tokens a request)",
+        "context (tokens per request)",
         log_x=True,
         log_y=True,
         height=460,
+        xaxis=charts.ticks(concurrencies),
+        yaxis=charts.ticks(contexts),
     )
-    for name in names:
-        mine = [cell for cell in cells if cell.winner == name]
-        fig.add_scatter(
-            x=[m.concurrency for m in mine] or [None],
-            y=[m.context for m in mine] or [None],
-            mode="markers",
-            name=style.title(name),
-            marker={
-                "symbol": "square",
-                "size": 22,
-                "color": style.colour(name),
-                "opacity": [0.35 + 0.65 * min(m.lead, 0.5) / 0.5 for m in mine] or 1,
-            },
-            text=[
-                f"{m.tokens_per_s:,.0f} tokens/s, {m.running} run<br>"
-                + (
-                    "only one that holds a request"
-                    if np.isinf(m.lead)
-                    else "a tie"
-                    if m.lead < 5e-4
-                    else f"{m.lead:.1%} over the next"
-                )
-                for m in mine
-            ],
-            hovertemplate="%{x} requests of %{y:,} tokens<br>%{text}<extra>"
-            f"{style.title(name)}</extra>",
-        )
-    for (before, after), line in by_pair(crossovers(contenders, contexts, concurrencies)).items():
-        fig.add_scatter(
-            x=[p.concurrency for p in line],
-            y=[p.context for p in line],
-            mode="lines+markers",
-            line={"color": "#222", "width": 1.5},
-            marker={"size": 5},
-            name=f"from here {style.title(after)}, below {style.title(before)}",
-            hovertemplate=f"from %{{x}} requests of %{{y:,}} tokens on {style.title(after)} beats "
-            f"{style.title(before)}<extra></extra>",
-        )
-    for axis, values in ((fig.layout.xaxis, concurrencies), (fig.layout.yaxis, contexts)):
-        axis.update(tickvals=list(values), ticktext=[f"{v:,}" for v in values])
-    fig.update_layout(legend={"orientation": "h", "y": -0.2})
-    return fig
+
+
+def _lead(cell: Cell) -> str:
+    if np.isinf(cell.lead):
+        return "only one that holds a request"
+    return "a tie" if cell.lead < 5e-4 else f"{cell.lead:.1%} over the next"
 
 
 def wins(cases: dict[str, Sequence[Contender]]) -> pd.DataFrame:
-    """The share of the map's loads that each strategy wins, one row a case, in %."""
+    """The share of the map's loads that each strategy wins, one row per case, in %."""
     rows = {}
     for name, found in cases.items():
-        cells = [cell for row in winner_map(found, CONCURRENCIES, CONTEXTS) for cell in row]
-        rows[name] = {
-            style.title(c.name): round(100 * _shares(cells).get(c.name, 0.0)) for c in found
-        }
-        rows[name]["provenance"] = weakest(c.step.provenance for c in found)
+        won = _shares([c for row in winner_map(found, CONCURRENCIES, CONTEXTS) for c in row])
+        rows[name] = {charts.tag(c.name).title: round(100 * won.get(c.name, 0.0)) for c in found}
+        rows[name]["provenance"] = weakest(found)
     return pd.DataFrame(rows).T
 
 
 def _shares(cells: Sequence[Cell]) -> pd.Series:
     return pd.Series([cell.winner for cell in cells]).value_counts(normalize=True)
+
+
+# The application; the simulation's shares its first controls.
+
+ModelName = Annotated[str, Menu("model", options=models)]
+Gpu = Annotated[str, Menu("8 GPUs of", options=cards(machine.known_cards), kind="GPU")]
+Rest = Annotated[str, Menu("rest as in", options=tuple(ANCHORS), kind="rest")]
+Strategies = Annotated[
+    tuple[str, ...],
+    Several(
+        "strategies",
+        options=lambda settings: [*dict.fromkeys([*STRATEGIES, *settings["strategies"]])],
+    ),
+]
+
+
+def follow(settings: dict, name: str | None) -> dict:
+    """One strategy may be named alone, and a model by its alias."""
+    chosen = settings["strategies"]
+    chosen = (chosen,) if isinstance(chosen, str) else tuple(chosen)
+    for strategy in chosen:
+        parse(strategy)
+    return settings | {"strategies": chosen, "model": named(settings["model"])}
+
+
+def asked(model: str, gpu: str, rest: str, strategies: Sequence[str]) -> list[Contender]:
+    """The contenders that the controls ask for."""
+    if not strategies:
+        raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
+    return contenders(model, gpu, strategies, anchor=rest)
+
+
+def note(rest: str, gpu: str, found: Sequence[Contender]) -> str:
+    """What the verdict rests on, in words."""
+    at = published_deployment("case", gpu)
+    anew = any(can_run(parse(c.name), at).untried for c in found)
+    kept = ", ".join(f"{charts.tag(c.name).title} {c.capacity_tokens:,}" for c in found)
+    return (
+        f"<b>{source_of(found)}</b>: the rest at many requests was never measured; it "
+        f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
+        + ("; the fused kernel was never run on this card" if anew else "")
+    )
+
+
+@application("shadowkv_lab.ui.serving.loads", changed=follow)
+def load_view(
+    model: ModelName = "glm-5",
+    gpu: Gpu = "rtx-pro-6000-server",
+    rest: Rest = "case",
+    concurrency: Annotated[
+        int, Slider("concurrency", "", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests")
+    ] = 64,
+    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 8192,
+    strategies: Strategies = WANTED,
+) -> View:
+    """Many requests at once by the closed form: one load, speed against interactivity, who wins."""
+    found = asked(model, gpu, rest, strategies)
+    contexts = [n for n in CONTEXTS if n <= load_model(model).max_positions]
+    figures = [
+        verdict(found, concurrency, context),
+        pareto(found, context),
+        winners(found, contexts=contexts),
+    ]
+    rows = [
+        {
+            "strategy": c.name,
+            "capacity_tokens": c.capacity_tokens,
+            "running": c.running(concurrency, context),
+            "tokens_per_s": c.tokens_per_s(concurrency, context),
+            "provenance": str(c.step.provenance),
+        }
+        for c in found
+    ]
+    return View(figures, note(rest, gpu, found), pd.DataFrame(rows))
+
+
+loads = load_view.app

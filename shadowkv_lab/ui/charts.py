@@ -1,0 +1,324 @@
+"""How every figure looks, and the bars, lines and points that all are made of.
+
+One colour means one strategy, and comes from its tag or a table's `colour` column; what is no
+strategy is grey. Where a number comes from is told by pattern, outline and dash, never by colour.
+Frames are tidy: one row per strategy or point, with the columns `title`, `colour` and
+`provenance`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from shadowkv_lab.provenance import Kind
+from shadowkv_lab.strategies import Label, parse
+
+# For what is no strategy: greys, and hues too dull to be taken for a strategy's.
+OTHERS = ("#4a5568", "#8d99ae", "#6b5b4b", "#b8a98f", "#777777", "#bbbbbb", "#3d5a40")
+GREY, DARK = "#bdbdbd", "#555555"
+OPACITY = {"cast": 1.0, "attention": 0.62, "write": 0.3}
+
+WIDTH, HEIGHT = 860, 420
+LOG = {"type": "log", "dtick": "D2", "tickformat": ",~g"}  # ticks at 1, 2 and 5 of each decade
+AXIS = {
+    "showline": True,
+    "linecolor": "#888",
+    "gridcolor": "#e6e6e6",
+    "zeroline": False,
+    "ticks": "outside",
+    "automargin": True,
+}
+# The whole look. plotly's own template is 7 kB in each figure, and 70 ms in the first.
+TEMPLATE = {
+    "layout": {
+        "font": {"family": "Inter, Helvetica, Arial, sans-serif", "size": 13, "color": "#222"},
+        "title": {"font": {"size": 16}, "x": 0, "xref": "paper", "xanchor": "left"},
+        "plot_bgcolor": "white",
+        "paper_bgcolor": "white",
+        "hovermode": "closest",
+        "hoverlabel": {"align": "left"},
+        "xaxis": AXIS,
+        "yaxis": AXIS,
+        "annotationdefaults": {"showarrow": False},
+        "legend": {"traceorder": "normal", "x": 0, "xanchor": "left", "yanchor": "top"},
+    },
+    "data": {
+        "bar": [
+            {
+                "marker": {
+                    "line": {"color": "white", "width": 1},
+                    "pattern": {"fillmode": "overlay", "size": 12, "solidity": 0.15},
+                }
+            }
+        ]
+    },
+}
+# Built once with plotly's checks on: it reads its schema here rather than in the first view.
+go.Figure(go.Bar(), go.Layout(template=TEMPLATE))
+
+
+def tag(strategy) -> Label:
+    """Title, colour and place of a strategy, from itself, its label, or a tag that it brings."""
+    return strategy if isinstance(strategy, Label) else parse(strategy).tag
+
+
+def titles(labels: Iterable) -> list[str]:
+    """Strategies' titles from their labels or tags."""
+    return [tag(label).title for label in labels]
+
+
+def heading(finding: str, note: str = "") -> str:
+    """A finding, and beneath it, smaller, what it rests on."""
+    return f"{finding[0].upper()}{finding[1:]}" + (f"<br><sup>{note}</sup>" if note else "")
+
+
+def figure(
+    title: str,
+    /,
+    traces: Iterable[Mapping] = (),
+    x: str = "",
+    y: str = "",
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+    **layout,
+) -> go.Figure:
+    """A finished figure. `title` states the finding; axes carry units; `layout` is plotly's, whole
+    parts of it as dicts, which are merged into the house's."""
+    base = {
+        "title": {"text": title},
+        "width": WIDTH,
+        "height": HEIGHT,
+        "margin": {"l": 70, "r": 20, "t": 70, "b": 90},
+        "legend": {"orientation": "h", "y": -0.2},
+        "xaxis": {"title": {"text": x}, **(LOG if log_x else {})},
+        "yaxis": {"title": {"text": y}, **(LOG if log_y else {})},
+        "template": TEMPLATE,
+    }
+    # NOTE: plotly's checks of every property take most of a figure's time; a test makes them.
+    return go.Figure(list(traces), merged(base, layout), _validate=False)
+
+
+def merged(base: Mapping, more: Mapping) -> dict:
+    """`base` with `more` laid over it, dict by dict."""
+    both = dict(base)
+    for key, value in more.items():
+        old = both.get(key)
+        both[key] = (
+            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return both
+
+
+def patterns(words: "str | Iterable[str]") -> dict:
+    """The fill pattern of one word of provenance, or of each bar's."""
+    if isinstance(words, str):
+        return {"shape": Kind(words).pattern}
+    return {"shape": [Kind(word).pattern for word in words]}
+
+
+def bar(
+    y: Iterable,
+    x: Iterable[float],
+    name: str,
+    colour,
+    provenance,
+    hover: Iterable[str] | None = None,
+    *,
+    form: str = ",.2f",
+    unit: str = " ms",
+    opacity: float = 1.0,
+    upright: bool = False,
+    **more,
+) -> dict:
+    """Lying bars; `colour` and `provenance` are one, or one for each bar; `hover` adds a line.
+
+    `upright` swaps the axes.
+    """
+    y, x = list(y), [None if pd.isna(v) else float(v) for v in x]
+    words = [provenance] * len(y) if isinstance(provenance, str) else list(provenance)
+    said = [""] * len(y) if hover is None else list(hover)
+    label, value = ("x", "y") if upright else ("y", "x")
+    marker = {
+        "color": colour if isinstance(colour, str) else list(colour),
+        "pattern": patterns(words),
+    }
+    if opacity < 1:
+        marker["opacity"] = opacity
+    return {
+        "type": "bar",
+        label: y,
+        value: x,
+        "name": name,
+        "orientation": "v" if upright else "h",
+        "customdata": [list(pair) for pair in zip(words, said, strict=True)],
+        "marker": marker,
+        "hovertemplate": f"%{{{label}}}: {name} %{{{value}:{form}}}{unit}, %{{customdata[0]}}<br>"
+        "%{customdata[1]}<extra></extra>",
+        **more,
+    }
+
+
+def shaded(name: str, opacity: float) -> dict:
+    """The legend's entry for an opacity, whatever the colour: legends do not show a marker's."""
+    colour = f"rgba(60,60,60,{opacity})"
+    return {"type": "bar", "x": [None], "y": [None], "name": name, "marker": {"color": colour}}
+
+
+def phases(
+    frame: pd.DataFrame, parts: Mapping[str, tuple], hover: Mapping[str, Sequence[str]] = {}, **more
+) -> list[dict]:
+    """Stacked bars: one per row of `frame`, in its colour, and in it a shade per part.
+
+    `parts` maps a column to its name and its opacity; `hover` a column to a line per row.
+    """
+    traces = []
+    for column, (name, opacity) in parts.items():
+        own = dict(opacity=opacity, showlegend=False, **more)
+        traces.append(
+            bar(
+                frame.title,
+                frame[column],
+                name,
+                frame.colour,
+                frame.provenance,
+                hover.get(column),
+                **own,
+            )
+        )
+        traces.append(shaded(name, opacity))
+    return traces
+
+
+def line(
+    x: Iterable,
+    y: Iterable,
+    name: str,
+    colour: str,
+    provenance: str,
+    *,
+    marker: Mapping | None = None,
+    hover: str = "",
+    **more,
+) -> dict:
+    """A line in a strategy's colour, its dash the provenance; `marker` {} marks no points."""
+    marked = {"size": 6} if marker is None else dict(marker)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if marked else "lines",
+        "x": list(x),
+        "y": list(y),
+        "name": name,
+        "line": {"color": colour, "dash": Kind(provenance).dash},
+        **({"marker": marked} if marked else {}),
+        **({"hovertemplate": hover} if hover else {}),
+        **more,
+    }
+
+
+def lines(
+    frame: pd.DataFrame, x: str, y: str, hover: str = "", columns: Sequence[str] = (), **more
+) -> list[dict]:
+    """One line per `title`; `columns` are the customdata of `hover`.
+
+    A line that lies under another is a ring: of lines with the same points the first.
+    """
+    found, seen = [], {}
+    for title, part in frame.sort_values(x, kind="stable").groupby("title", sort=False):
+        seen[title] = part
+    for title in dict.fromkeys(frame.title):
+        part = seen[title]
+        data = {"customdata": part[list(columns)].values.tolist()} if columns else {}
+        first = part.iloc[0]
+        found.append(
+            line(part[x], part[y], title, first.colour, first.provenance, hover=hover, **data)
+            | more
+        )
+    rings = 0
+    for i, trace in reversed([*enumerate(found)]):
+        if any(_covers(later, trace) for later in found[i + 1 :]):
+            size, rings = 12 + 5 * rings, rings + 1
+            trace["marker"] = {"size": size, "symbol": "circle-open", "line": {"width": 2}}
+    return found
+
+
+def _covers(over: Mapping, under: Mapping) -> bool:
+    """Whether one line hides most of another: equal to a hundredth at every point of it."""
+    there = dict(zip(over["x"], over["y"], strict=True))
+    near = [
+        x in there and abs(there[x] - y) <= 0.03 * abs(y)
+        for x, y in zip(under["x"], under["y"], strict=True)
+    ]
+    return bool(near) and sum(near) >= len(near) / 2
+
+
+def points(
+    x: Iterable, y: Iterable, name: str, colour, *, hover: str = "", marker: Mapping = {}, **more
+) -> dict:
+    """Marks without a line; `colour` is one or one per point."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": list(x),
+        "y": list(y),
+        "name": name,
+        "marker": {"size": 13, "color": colour, **marker},
+        **({"hovertemplate": hover} if hover else {}),
+        **more,
+    }
+
+
+def totals(
+    names: Iterable[str],
+    ends: Iterable[float],
+    texts: Iterable[str],
+    across: Sequence[tuple[float, str]] = (),
+    widest: float = 1.45,
+) -> dict:
+    """Layout of stacked bars: a text after each, and dashed lines (value, text) across.
+
+    `widest` is the axis' end, as a multiple of the longest bar.
+    """
+    names, ends = list(names), [float(end) for end in ends]
+    notes = [
+        {
+            "y": name,
+            "x": end,
+            "text": text,
+            "xanchor": "left",
+            "xshift": 5,
+            "bgcolor": "rgba(255,255,255,0.85)",
+        }
+        for name, end, text in zip(names, ends, texts, strict=True)
+    ]
+    above = {"y": 1, "yref": "paper", "yanchor": "bottom"}
+    notes += [{"x": at, "text": text, **above} for at, text in across]
+    dashed = {"color": "#222", "dash": "dash", "width": 1.2}
+    return {
+        "barmode": "stack",
+        "margin": {"t": 90 if across else 70},
+        "annotations": notes,
+        "shapes": [
+            {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": dashed}
+            for at, _ in across
+        ],
+        "xaxis": {"range": [0, widest * max([*ends, *(at for at, _ in across)], default=1)]},
+        "yaxis": {"autorange": "reversed", "categoryorder": "array", "categoryarray": names},
+    }
+
+
+def level(y: float, text: str = "") -> dict:
+    """Layout of a dotted line across, with its name above its left end."""
+    across = {"type": "line", "x0": 0, "x1": 1, "xref": "paper", "y0": y, "y1": y}
+    note = {"x": 0, "xref": "paper", "y": y, "text": text, "xanchor": "left", "yanchor": "bottom"}
+    return {
+        "shapes": [across | {"line": {"color": "#222", "dash": "dot"}}],
+        "annotations": [note] if text else [],
+    }
+
+
+def ticks(values: Iterable[float], form: str = ",") -> dict:
+    """An axis with a tick at each value and at no other."""
+    values = sorted(set(values))
+    return {"tickvals": values, "ticktext": [format(value, form) for value in values]}
