@@ -1,6 +1,6 @@
 """Who asks for how much, and when: closed loop, Poisson, bursts; traces come from `traces`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,8 +23,10 @@ class Demand(NamedTuple):
 class Traffic:
     """Requests in the order of arrival. Raises `BadFile` for times or lengths that cannot be.
 
-    `arrival_s` are seconds from the start. With `concurrency` the loop is closed: so many
+    `arrival_s` are seconds from the start. With `concurrency` the loop is closed: that many
     requests are under way, and the next is sent when one ends; `arrival_s` is not used then.
+    `blocks` are hashes of each prompt's full blocks of `block_tokens`, where it is known which
+    prompts begin alike: equal hashes mean that all the text up to there is equal.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Traffic:
     output_tokens: np.ndarray  # [N] int64, 1 or more
     concurrency: int | None = None
     source: str = "assumed"
+    blocks: Sequence[Sequence[int]] | None = None
+    block_tokens: int = 0
 
     def __post_init__(self):
         count = len(self.arrival_s)
