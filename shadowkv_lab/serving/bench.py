@@ -89,4 +89,3 @@ def _time(server: Engine, load: traffic.Traffic, step_too: bool) -> Timing:
         row["recomputed_tokens"],
         same,
     )
-

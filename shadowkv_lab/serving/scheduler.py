@@ -307,7 +307,7 @@ class SGLangScheduler(Scheduler):
         return left * self.ONE > self.new_token_ratio * self.still_to_come()
 
     def still_to_come(self) -> int:
-        """Tokens that the requests that decode may still generate, of each `CLIP_TOKENS` at most."""
+        """Tokens that those who decode may still generate, of each `CLIP_TOKENS` at most."""
         steps = self.blocks.steps
         tokens = self.ends_at - self.blocks.decoding * steps
         for id, request in [*self.clipped.items()]:

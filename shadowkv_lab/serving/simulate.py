@@ -3,7 +3,7 @@
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Engine:
     step: StepTime
     label: str = ""
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    prefill: Provenance = assumed(PREFILL_SOURCE)
+    prefill: Provenance = field(default_factory=lambda: assumed(PREFILL_SOURCE))
     prefill_cast: StepTime | None = None
     prefill_graphs: bool = True
     chunk_tokens: int = 2048

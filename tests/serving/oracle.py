@@ -18,7 +18,9 @@ class Job:
 class Server:
     """What both engines share. Times are whole picoseconds; `step(running, live)` too."""
 
-    def __init__(self, rows, closed, capacity, step, prefill, chunk, page, most, block=0, cast=None):
+    def __init__(
+        self, rows, closed, capacity, step, prefill, chunk, page, most, block=0, cast=None
+    ):
         self.total, self.page, self.most = capacity // page, page, most
         self.step, self.prefill_ps, self.chunk, self.closed = step, prefill, chunk, closed
         self.block, self.cast = block, cast
@@ -206,7 +208,7 @@ class VLLM(Server):
 
 
 class SGLang(Server):
-    """Ratios in billionths: 0.7 at first, 602,000,000 / 600 less per decode step, 0.098 at least."""
+    """Ratios in billionths: 0.7 at first, 0.602 / 600 less per decode step, 0.098 at least."""
 
     def __init__(self, *args, max_new=None, **options):
         super().__init__(*args, **options)

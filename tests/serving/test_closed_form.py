@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.model import load_model
-from shadowkv_lab.serving.closed_form import Contender, by_pair, cell, crossovers, point, winner_map
 from shadowkv_lab.provenance import recorded
+from shadowkv_lab.serving.closed_form import Contender, by_pair, cell, crossovers, point, winner_map
 from shadowkv_lab.serving.lines import PS_PER_MS, Lines, StepTime
 
 GLM5 = load_model("glm-5")

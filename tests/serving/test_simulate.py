@@ -1,5 +1,6 @@
 """The simulated engine against a slow one, against the closed form, and against its invariants."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -98,7 +99,10 @@ def by_oracle(load, engine):
     cast = cast and Lines(cast, engine.capacity_tokens)
     blocks = load.blocks or [()] * len(load)
     arguments = (
-        [(round(at * PS_PER_S), p, g, b) for (at, p, g), b in zip(load.rows(), blocks, strict=True)],
+        [
+            (round(at * PS_PER_S), p, g, b)
+            for (at, p, g), b in zip(load.rows(), blocks, strict=True)
+        ],
         load.concurrency,
         engine.capacity_tokens,
         lambda r, n: step.line(r, n).ps(n),
@@ -125,8 +129,9 @@ def test_agrees_with_a_slow_engine_in_every_token(policy, prefixes, data):
     assert columns(ran) == times
     assert [r.id for r in ran.refused] == refused
     assert ran.scheduler.recomputed_tokens == redone
-    weight, first, growth, steps = ran.log.gap_runs
-    ours = [f + g * i for w, f, g, k in zip(weight, first, growth, steps) for i in range(k) for _ in range(w)]  # fmt: skip
+    runs = zip(*ran.log.gap_runs, strict=True)
+    ours = [[first + growth * i] * n for n, first, growth, k in runs for i in range(k)]
+    ours = list(itertools.chain(*ours))
     assert sorted(ours) == gaps
     if gaps:
         expected = [np.mean(gaps), *np.percentile(gaps, [50, 90, 99])]
@@ -230,9 +235,9 @@ def test_a_full_pool_preempts_the_newest_and_computes_it_again():
 def test_sglang_retracts_to_the_end_of_the_queue_and_trusts_less():
     """By hand: a pool of 355 rows, prompts of 10, answers of 100.
 
-    A prompt per pass; the fourth is admitted, since 10 + 100 + 1 < 355 - 30 - 10 - 0.7 x 3 x 100
-    and its own 10; the fifth is not. After 78 steps 4 x 88 rows stand, 4 more do not fit: the last
-    admitted goes to the end of the queue.
+    A prompt per pass; the fourth is admitted, since 10 + 100 + 1 < 355 - 3 x 10 - 0.7 x 3 x 99;
+    the fifth is not. After 78 steps 4 x 88 rows stand, 4 more do not fit: the last admitted goes
+    to the end of the queue.
     """
     engine = Engine(355, ROUND, prefill_tokens_per_s=1e3, policy="sglang", chunk_tokens=10)
     ratios, waiting = {}, {}
