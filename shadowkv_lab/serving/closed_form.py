@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shadowkv_lab.errors import DoesNotFit, OutOfRange
-from shadowkv_lab.serving.steps import StepTime
+from shadowkv_lab.provenance import Provenance
+from shadowkv_lab.serving.lines import StepTime
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,14 @@ class Contender:
     """One strategy: how many tokens its pool keeps, and its whole step (rest included).
 
     `step` is ms of (running, live tokens); its pool is `capacity_tokens`, which is what a full
-    cast moves. `name` is the strategy's label.
+    cast moves. `prefill_cast` is what a prefill pays for its cast, as in `Engine`. `name` is the
+    strategy's label.
     """
 
     name: str
     capacity_tokens: int
     step: StepTime
+    prefill_cast: StepTime | None = None
 
     def running(self, concurrency: int, context: int) -> int:
         """How many of `concurrency` requests of `context` live tokens fit at once."""
@@ -41,7 +44,7 @@ class Point(NamedTuple):
     queued: int  # of the concurrency, those that find no room
     step_ms: float  # TPOT of those that run
     tokens_per_s: float  # of all of them
-    provenance: str
+    provenance: Provenance
 
     @property
     def tokens_per_s_per_user(self) -> float:
