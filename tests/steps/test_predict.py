@@ -45,7 +45,7 @@ def truth(strategy, P, L, R, gb_per_s=known.H200_GB_PER_S, shape=GLM):
 @settings(max_examples=60, deadline=None)
 def test_a_known_model_is_recovered_between_its_runs(strategy, P, R, context):
     step = predict_at(strategy, at("glm-5", P, R, context), "h200", fitted=FIT)
-    assert step.ms == pytest.approx(truth(strategy, P, R * context, R), rel=0.02)
+    assert step.ms == pytest.approx(truth(strategy, P, R * context, R), rel=0.025)
     assert str(step.provenance) == "calibrated"
 
 
@@ -73,7 +73,7 @@ def test_the_reports_own_cast_calibrates_its_cards():
         assert str(step["cast"].provenance) == "calibrated"
         assert step["cast"].gb_per_s == pytest.approx(1034, abs=1)
         half = predict_at("full_cast", at("glm-5", 247_808, 1, 1024), card, fitted=fitted)["cast"]
-        assert half.ms == pytest.approx(32.3, rel=0.02)
+        assert half.ms == pytest.approx(32.3, rel=0.025)
         assert str(half.provenance) == "assumed"
 
 
