@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shadowkv_lab import machine
-from shadowkv_lab.deployment import Setting, deployment
+from shadowkv_lab.deployment import Deployment, Setting
+from shadowkv_lab.deployment import deployment as make_deployment
+from shadowkv_lab.errors import CannotRun, OutOfRange
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
@@ -63,6 +65,35 @@ def predict_at(
     )
 
 
+def predict(
+    strategy: "Strategy | str",
+    deployment: Deployment,
+    load: Load | None = None,
+    *,
+    pool_tokens: int | None = None,
+    backend: str | None = None,
+    mode: str = "graph",
+    fitted: Fit | None = None,
+) -> Step:
+    """One GPU's step of a strategy in a deployment, for a load of the whole server.
+
+    `pool_tokens` are the slots of the pool; without them those that the strategy has in the
+    deployment's memory. `backend` names a recorded or published attention kernel, and then
+    answers also where no backend of the strategy can run. Raises `CannotRun` with the rules'
+    reason, and what `predict_at` does.
+    """
+    strategy = parse(strategy)
+    verdict = can_run(strategy, deployment)
+    if not verdict and backend is None:
+        raise CannotRun(
+            f"{strategy.tag.title} in {deployment}: {verdict.reason}",
+            remedy="Choose another strategy, card or layout",
+        )
+    P = deployment.rows(strategy) if pool_tokens is None else pool_tokens
+    setting = deployment.setting(load, P)
+    return predict_at(strategy, setting, deployment.card, backend=backend, mode=mode, fitted=fitted)
+
+
 def at(
     model: "Model | str",
     pool_tokens: int,
@@ -70,9 +101,20 @@ def at(
     context: float = 1024,
     heads: int | None = None,
 ) -> Setting:
-    """A setting from names; `heads` are by default those of one of eight GPUs."""
+    """A setting from names; `heads` are by default those of one of eight GPUs.
+
+    Raises `OutOfRange` for a model whose heads eight GPUs cannot share.
+    """
     model = load_model(model)
-    heads = heads or model.heads_per_gpu(8 if model.heads % 8 == 0 else 1)
+    if heads is None and model.heads % 8:
+        raise OutOfRange(
+            f"8 GPUs cannot share the {model.heads} heads of {model.name}",
+            f"heads per GPU from 1 to {model.heads}",
+            "Say how many one GPU has: --heads",
+        )
+    heads = model.heads // 8 if heads is None else heads
+    if heads < 1:
+        raise OutOfRange(f"{heads} heads per GPU", "1 or more")
     return Setting(model, heads, pool_tokens, Load(concurrency, context))
 
 
@@ -199,7 +241,9 @@ def predict_all(setting: Setting, card: "Card | str", **options) -> list[Step]:
     chosen = [kind() for kind in STRATEGIES.values()]
     if (name := _name(card)) in machine.known_cards():
         spread = setting.model.heads // setting.heads
-        there = deployment(setting.model, name, tensor_parallel=spread, page_size=setting.page_size)
+        there = make_deployment(
+            setting.model, name, tensor_parallel=spread, page_size=setting.page_size
+        )
         chosen = [s for s in chosen if can_run(s, there)]
     return [predict_at(s, setting, card, **options) for s in chosen]
 
