@@ -569,9 +569,8 @@ def _verdict(first, cast_ms, cast_how, seen, kind, traced) -> _Verdict:
     if cast_ms is None:
         if cast_how.startswith("no cast"):
             return _Verdict("no cast", f"{change}. There is {cast_how}.", notes=notes)
-        if abs(saved) <= noise:
-            return _Verdict("unknown", f"{change}: no cast is seen to have gone.", notes=notes)
-        return _Verdict("unknown", f"{change}. {_wanted(cast_how)}", notes=notes)
+        of_it = "Which cast there is" if abs(saved) <= noise else "How much of that was the cast"
+        return _Verdict("unknown", f"{change}. {of_it} {_wanted(cast_how)}", notes=notes)
     if cast_ms > old:
         return _Verdict(
             "unknown",
@@ -625,7 +624,7 @@ def _verdict(first, cast_ms, cast_how, seen, kind, traced) -> _Verdict:
 def _wanted(how: str) -> str:
     why = how.removeprefix("not known").lstrip(": ")
     return (
-        "How much of that was the cast is not known"
+        "is not known"
         + (f" ({why})" if why else "")
         + ": give a trace of the server before (--before-trace), or its card (--gpu, one on which "
         "casts were measured) and its log (the pool's tokens and dtype)."
