@@ -1,7 +1,7 @@
 """`shadowkv`: the lab's functions without a browser."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import typer
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shadowkv_lab.errors import LabError, OutOfRange
+from shadowkv_lab.ui import tables
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 # Into a file or a pipe, tables are wide enough not to be folded. Names may have brackets in them,
@@ -43,26 +44,18 @@ def integers(text: str, what: str) -> list[int]:
     return values
 
 
-def show(rows: Iterable[dict], columns: dict[str, str], heading: str = "") -> None:
-    """Print rows as a table; `columns` maps a key to its heading."""
+def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> None:
+    """Print rows as a table, `columns` of them; a mapping gives some a heading of their own."""
     table = Table(title=heading or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    rows = list(rows)
-    for key, head in columns.items():
+    rows, names = list(rows), list(columns)
+    own = columns if isinstance(columns, Mapping) else {}
+    for key in names:
         number = any(type(row[key]) in (int, float) for row in rows)
+        head = own.get(key) or tables.column(key).head
         table.add_column(head, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[key]) for key in columns))
+        table.add_row(*(tables.column(key).cell(row[key]) for key in names))
     console.print(table)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        if 0 < abs(value) < 1e-2:
-            return f"{value:.1e}"
-        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:,.2f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 class progress:
@@ -84,4 +77,4 @@ class progress:
 
 
 # Each module registers its commands.
-from shadowkv_lab.cli import measuring, predicting, sharing  # noqa: E402, F401
+from shadowkv_lab.cli import applications, measuring, predicting, sharing  # noqa: E402, F401

@@ -21,8 +21,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([f._asdict() for f in findings], indent=1))
         return
-    names = dict(what="", state="", finding="finding", remedy="remedy")
-    show((f._asdict() for f in findings), names)
+    show((f._asdict() for f in findings), ("what", "state", "finding", "remedy"))
 
 
 @app.command()
@@ -56,7 +55,7 @@ def rules(
     for row in rows:
         changed = f" Runs with {row['runs_if']}." if row["runs_if"] else ""
         row["why"] = f"{row['why_not']}{changed} [{row['library']}]".strip()
-    show(rows, dict(backend="backend", runs="runs", why="why, and by which release"))
+    show(rows, {"backend": "", "runs": "", "why": "why, and by which release"})
 
 
 @app.command()
@@ -126,23 +125,8 @@ def measure(
         row["kept_gib"] = row["kept_bytes"] / 2**30
         row["load"] = f"{row['concurrency']} x {row['context']:,}"
     console.print(f"{shape.name}, {bench.heads} heads, on {runs[0].origin.device}: measured")
-    show(
-        rows,
-        dict(
-            strategy="strategy",
-            mode="mode",
-            pool_tokens="pool",
-            load="load",
-            step_ms="step ms",
-            step_spread_ms="spread",
-            cast_ms="cast",
-            attention_ms="attend",
-            write_ms="write",
-            residual_ms="resid.",
-            kept_gib="GiB",
-            error="error",
-        ),
-    )
+    columns = "strategy mode pool_tokens load step_ms step_spread_ms cast_ms attention_ms write_ms"
+    show(rows, f"{columns} residual_ms kept_gib error".split())
     if disturbed := [run.strategy.label for run in runs if run.noisy]:
         console.print(f"noisy: {', '.join(disturbed)}: {NOISY}")
 
@@ -191,19 +175,7 @@ def bench_kernels(
         f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
         f"{origin['copy_gb_per_s']:,.0f} GB/s"
     )
-    show(
-        rows,
-        dict(
-            kernel="kernel",
-            shape="shape",
-            heads="heads",
-            ms="ms",
-            gb_per_s="GB/s",
-            of_copy="of copy",
-            error="error",
-            ratio="ours / this",
-        ),
-    )
+    show(rows, "kernel shape heads ms gb_per_s of_copy error ratio".split())
 
 
 @bench.command("serving")
@@ -218,4 +190,4 @@ def bench_serving(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, {name: name.replace("_", " ") for name in rows[0]})
+    show(rows, rows[0])

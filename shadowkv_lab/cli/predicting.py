@@ -1,6 +1,7 @@
 """Commands that predict, and that reproduce the case."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,57 +14,19 @@ CASE_GPU = "rtx-pro-6000-server"
 
 # What `reproduce` prints of each table; the CSV files hold all of it.
 PRINTED = {
-    "arithmetic": (
-        "The arithmetic",
-        {
-            "what": "what",
-            "formula": "from",
-            "value": "value",
-            "unit": "",
-            "published": "published",
-            "agrees": "agrees",
-        },
-    ),
+    "arithmetic": ("The arithmetic", "what formula value unit published agrees"),
     "measured": (
         "Measured here, and recorded",
-        {
-            "strategy": "strategy",
-            "device": "device",
-            "pool_tokens": "pool",
-            "scaled": "scaled",
-            "step_ms": "step ms",
-            "tpot_ms": "TPOT ms",
-            "tokens_per_s": "tok/s",
-            "error": "error",
-            "provenance": "provenance",
-        },
+        "strategy device pool_tokens scaled step_ms tpot_ms tokens_per_s error provenance",
     ),
     "does_not_add_up": (
         "What does not add up",
-        {
-            "hypothesis": "hypothesis",
-            "tpot_ms": "TPOT ms",
-            "off_ms": "off by",
-            "gb_per_s": "GB/s",
-            "total_gib": "GiB",
-            "fits_server": "fits",
-            "under_server": "under Server's GB/s",
-            "under_workstation": "under Workstation's",
-        },
+        "hypothesis tpot_ms off_ms gb_per_s total_gib fits_server under_server under_workstation",
     ),
     "verdict": (
         "The verdict",
-        {
-            "strategy": "strategy",
-            "step_ms": "step ms",
-            "tpot_ms": "TPOT ms",
-            "tokens_per_s": "tok/s",
-            "gib_for_pool": "GiB",
-            "fits": "fits",
-            "tokens_that_fit": "tokens that fit",
-            "tokens_per_s_per_gib": "tok/s/GiB",
-            "provenance": "provenance",
-        },
+        "strategy step_ms tpot_ms tokens_per_s gib_for_pool fits tokens_that_fit "
+        "tokens_per_s_per_gib provenance",
     ),
 }
 
@@ -141,17 +104,9 @@ def budget(
         _print(table, as_json)
         return
     console.print(plan.formula)
-    columns = dict(
-        strategy="strategy",
-        token_bytes="B/token",
-        tokens="tokens",
-        requests=f"requests of {context:,}",
-        kept_gib="kept GiB",
-        scratch_gib="scratch GiB",
-        left_gib="left GiB",
-        fits="fits",
-    )
-    show(table.fillna("").to_dict("records"), columns, str(plan.deployment))
+    columns = "strategy token_bytes tokens requests kept_gib scratch_gib left_gib fits".split()
+    columns = dict.fromkeys(columns, "") | {"requests": f"requests of {context:,}"}
+    show(table.to_dict("records"), columns, str(plan.deployment))
     for reason, rows in table[table.reason != ""].groupby("reason", sort=False):
         console.print(f"{', '.join(rows.strategy)}: {reason}")
 
@@ -184,7 +139,7 @@ def predict(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, {name: name.replace("_", " ") for name in rows[0]})
+    show(rows, rows[0])
 
 
 @app.command()
@@ -217,7 +172,7 @@ def reproduce(
         console.print(f"\n{heading}", style="bold")
         if name in found.notes:
             console.print(found.notes[name])
-        _print(found.tables[name], columns=columns)
+        _print(found.tables[name], columns=columns.split())
     for row in found.tables["verdict"].itertuples():
         console.print(f"{row.strategy}: {row.verdict}")
     files = list(found.files)
@@ -283,7 +238,7 @@ def compare(
         typer.echo(json.dumps(found.as_dict(), indent=1))
         return
     console.print(found.sentence, style="bold", soft_wrap=True)
-    _print(found.tpot, columns={n: n.replace("_", " ") for n in _shown(found.tpot)})
+    _print(found.tpot, columns=_shown(found.tpot))
     if found.cast is not None and len(found.cast):
         show(
             found.cast.assign(kernel=found.cast.kernel.map(short_name))
@@ -298,7 +253,7 @@ def compare(
     if len(found.hypotheses):
         wanted = ("hyp", "tpot", "off", "gb_", "total", "fits", "under")
         shown = [name for name in found.hypotheses.columns if name.startswith(wanted)]
-        _print(found.hypotheses, columns={name: name.replace("_", " ") for name in shown})
+        _print(found.hypotheses, columns=shown)
     for line in found.notes:
         console.print(f"- {line}", soft_wrap=True)
     if wrote:
@@ -313,10 +268,9 @@ def _shown(tpot) -> list[str]:
     return [name for name in tpot.columns if name not in left_out]
 
 
-def _print(table, as_json: bool = False, columns: dict[str, str] | None = None) -> None:
+def _print(table, as_json: bool = False, columns: Iterable[str] | None = None) -> None:
     """A DataFrame as a table of `columns` (all of them, if left out), or as JSON."""
     if as_json:
         typer.echo(table.to_json(orient="records", indent=1))
         return
-    rows = table.astype(object).where(table.notna(), "").to_dict("records")
-    show(rows, columns or {name: str(name).replace("_", " ") for name in table.columns})
+    show(table.to_dict("records"), table.columns if columns is None else columns)

@@ -17,7 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab.errors import CannotWrite, LabError
-from shadowkv_lab.ui import display, plots
+from shadowkv_lab.ui import display, plots, tables
 
 if TYPE_CHECKING:
     from shadowkv_lab.ui.application import Application
@@ -41,15 +41,21 @@ CSS = """<style>
 class View:
     """What one setting shows: figures, a line about them, and the numbers behind them.
 
-    `more` has the tables of figures that `table` says nothing of, by name; `beside` a word beside
-    a control, by its name.
+    `columns` are those of the table that are to be read. `more` has the tables of figures that
+    `table` says nothing of, by name; `beside` a word beside a control, by its name.
     """
 
     figures: Sequence[go.Figure]
     note: str = ""
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
+    columns: Sequence[str] = ()
     more: dict[str, pd.DataFrame] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> pd.DataFrame:
+        """The numbers, ready to be read."""
+        return tables.table(self.table, self.columns or None)
 
 
 class Cancelled(Exception):

@@ -16,7 +16,7 @@ from shadowkv_lab.model import load_model
 from shadowkv_lab.provenance import assumed
 from shadowkv_lab.server import logs
 from shadowkv_lab.strategies import STRATEGIES
-from shadowkv_lab.ui import charts, tables
+from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Tick, cards, models, named, powers
@@ -120,12 +120,6 @@ def _frame(plan: Budget) -> pd.DataFrame:
     """A plan's capacities with their strategies' titles and colours."""
     rows = [{**vars(c), **vars(c.strategy), "provenance": "calibrated"} for c in plan.capacities]
     return pd.DataFrame(rows)
-
-
-def table(plan: Budget) -> pd.DataFrame:
-    """A plan's strategies, ready to be read."""
-    shown = tables.table(plan.table(), TABLE)
-    return shown.rename(columns={"requests": f"requests of {plan.load.context:,}"})
 
 
 # The application.
@@ -241,7 +235,7 @@ def budget_view(
     if not read:
         beside = {n: _whence(at, n) for n in _memory(at) if n not in typed} | beside
     figures = [memory_stack(plan), tokens_that_fit(plan)]
-    return View(figures, note, plan.table(), beside=beside)
+    return View(figures, note, plan.table(), TABLE, beside=beside)
 
 
 def _whence(at: Deployment, name: str) -> str:

@@ -43,6 +43,10 @@ class Control:
         if widget.value != more["value"]:
             widget.value = more["value"]
 
+    def told(self, kind: type) -> type:
+        """The type of its option on the command line, of the argument's."""
+        return kind
+
     def typed(self, text: object) -> object:
         """A value of the command line as the function takes it."""
         return text
@@ -86,6 +90,9 @@ class Several(Control):
             _require(self.label, name, options)
         shown = [(str(title), name) for name, title in options.items()]
         return {"options": shown, "value": values, "rows": len(shown)}
+
+    def told(self, kind):
+        return str | None
 
     def typed(self, text):
         if not isinstance(text, str):

@@ -18,7 +18,7 @@ from shadowkv_lab.steps import measure as measuring
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
-from shadowkv_lab.ui import charts, tables
+from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import Cancelled, View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, models, named, powers
@@ -195,7 +195,7 @@ def views(cell: pd.DataFrame, around: pd.DataFrame) -> View:
         lambda: against_concurrency(loads),
         lambda: memory_kept(cell),
     )
-    return View(drawn, note=_note(cell), table=cell)
+    return View(drawn, _note(cell), cell.sort_values("step_ms"), TABLE)
 
 
 def _note(cell: pd.DataFrame) -> str:
@@ -287,11 +287,6 @@ def measure_here(
         context = min(context, pool_tokens // concurrency)
     bench = measuring.Bench(shape, _own_heads(shape), device, modes=("graph",), progress=report)
     return measured_view(bench, pool_tokens, concurrency, context, strategies)
-
-
-def table(view: View) -> pd.DataFrame:
-    """A view's numbers, ready to be read."""
-    return tables.table(view.table.sort_values("step_ms"), TABLE)
 
 
 # The application.

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import read_json
-from shadowkv_lab.ui import charts, tables
+from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu
@@ -172,11 +172,6 @@ def against_bf16(rows: pd.DataFrame) -> pd.DataFrame:
     return ratios.loc[[*peers["shape"].unique()]]
 
 
-def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """All rows, ready to be read; `ours / this` below 1 means that ours is faster."""
-    return tables.table(rows.assign(heads=rows.heads.where(rows.heads > 0)), TABLE)
-
-
 def worth_of_a_shadow(frame: pd.DataFrame) -> pd.DataFrame:
     """Whole steps of shadow and fused FP8 at every recorded setting, and what each keeps.
 
@@ -228,7 +223,8 @@ def kernels_view(heads: Annotated[int, Menu("heads per GPU", options=_heads)] = 
         decode_bandwidth(rows, origin, heads),
     ]
     shown = rows[rows.heads.isin([0, heads])]
-    return View(figures, f"<b>recorded</b> on {origin['device']}. {limits(heads)}", shown)
+    shown = shown.assign(heads=shown.heads.where(shown.heads > 0))
+    return View(figures, f"<b>recorded</b> on {origin['device']}. {limits(heads)}", shown, TABLE)
 
 
 kernels_app = kernels_view.app

@@ -301,7 +301,7 @@ def traffic_view(
     note += f"; lengths: {drawn.source}"
     if refused:
         note += f"; refused: {len(refused)}, such as {refused[0]}"
-    return View([kv_use(runs), second], note, table(runs))
+    return View([kv_use(runs), second], note, table(runs), TABLE)
 
 
 def table(runs: Sequence[Results], objective: Objective = OBJECTIVE) -> pd.DataFrame:
