@@ -175,7 +175,7 @@ def bench_kernels(
         f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
         f"{origin['copy_gb_per_s']:,.0f} GB/s"
     )
-    show(rows, "kernel shape heads ms gb_per_s of_copy error ratio".split())
+    show(rows, ["kernel", "shape", "heads", "ms", "gb_per_s", "of_copy", "error", "ratio"])
 
 
 @bench.command("serving")
