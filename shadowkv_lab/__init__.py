@@ -19,7 +19,7 @@ _PLACES = {
     "kernels": ["gather_cast"],
     "kernels.reference": ["to_fp8"],
     "steps.step": ["Step", "frame", "recorded"],
-    "steps.measure": ["measure_here"],
+    "steps.measure": ["measure_step"],
     "steps.predict": ["predict"],
     "provenance": ["Provenance", "Source"],
     "errors": ["LabError", "OutOfRange"],
