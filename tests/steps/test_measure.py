@@ -8,6 +8,7 @@ import torch
 from shadowkv_lab import kernels
 from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import CannotRun, DoesNotFit, WrongResult
+from shadowkv_lab.load import Load
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import timing
 from shadowkv_lab.strategies import STRATEGIES, parse_list
