@@ -50,7 +50,7 @@ class Scheduler:
     all its rows and goes back to the head of the queue, until the others fit. Then up to
     `chunk_tokens` prompt tokens are prefilled: first those of a prompt begun, then those of the
     head of the queue, as long as its whole prompt fits above the watermark. Requests are admitted
-    strictly in order, so none is admitted in the step of a preemption.
+    strictly in order, and none in the step of a preemption.
     """
 
     def __init__(self, blocks: BlockManager, chunk_tokens: int, max_running: int):
@@ -87,9 +87,11 @@ class Scheduler:
 
     def schedule(self, now: int) -> Batch:
         """Rows for the next step, which begins `now`, and what it computes."""
+        before = self.preemptions
         self.append(now)
-        chunk, prefix, done = self.prefill(now)
-        return Batch(self.blocks.decoding > 0, chunk, prefix, done)
+        if self.preemptions > before:
+            return Batch(True, 0, 0, [])
+        return Batch(self.blocks.decoding > 0, *self.prefill(now))
 
     def append(self, now: int) -> None:
         """A row for each request that decodes; preempts until they fit."""
@@ -268,9 +270,9 @@ class SGLangScheduler(Scheduler):
         return max(self.LEAST, ratio - self.DECAY * (self.blocks.steps - at))
 
     def schedule(self, now: int) -> Batch:
-        chunk, prefix, done = self.prefill(now)
+        chunk, *rest = self.prefill(now)
         if chunk:
-            return Batch(False, chunk, prefix, done)
+            return Batch(False, chunk, *rest)
         self.append(now)
         return Batch(True, 0, 0, [])
 

@@ -138,6 +138,7 @@ class Run:
         self.arrived = 0  # of the traffic
         self.in_flight = 0  # arrived, neither ended nor refused
         self.now = 0
+        self.horizon: int | None = None  # a router's next request; else the next of the traffic
         self.fresh: list[Request] = []  # requests that have not decoded yet
 
     def serve(self, leap: bool, observe: Callable[[int, Scheduler], None] | None) -> Results:
@@ -145,9 +146,10 @@ class Run:
             while self.arrive():
                 self.one_step(leap, observe)
         except OverflowError:
-            raise OutOfRange(
-                f"{self.traffic.name} takes more than 106 days to serve", "", "Cut it in parts"
-            ) from None
+            raise _too_long(self.traffic) from None
+        return self.results()
+
+    def results(self) -> Results:
         return Results(
             self.engine, self.traffic, self.arrivals, self.refused, self.scheduler, self.log
         )
@@ -156,13 +158,16 @@ class Run:
         """One step, or several at once that only let time pass."""
         scheduler = self.scheduler
         before = len(scheduler.running), self.blocks.available
-        events = scheduler.admissions + scheduler.preemptions
+        admissions, preemptions = scheduler.admissions, scheduler.preemptions
         batch = scheduler.schedule(self.now)
-        if scheduler.admissions + scheduler.preemptions > events:
+        preempted = scheduler.preemptions > preemptions
+        if preempted or scheduler.admissions > admissions:
             self.log.sample(self.now, scheduler, *before)
         if observe:
             observe(self.now, scheduler)
-        self.advance(batch, self.clear_steps() if leap and not batch.chunk else 1)
+        # After a preemption the head of the queue may find room again.
+        clear = leap and not batch.chunk and not preempted
+        self.advance(batch, self.clear_steps() if clear else 1)
         self.finish(batch)
 
     def arrive(self) -> bool:
@@ -200,13 +205,9 @@ class Run:
         steps = 1 + self.blocks.steps_until_full(self.scheduler.steps_to_next_end())
         line = self.step.line(running, live)
         steps = min(steps, (line.last_live - live) // running + 1)
-        # A blocked head of the queue stays blocked while others only grow, so that an arrival
-        # after it changes nothing.
-        if self.scheduler.waiting or self.arrived == len(self.arrivals):
+        if (until := self.next_arrival()) is None:
             return steps
-        if self.traffic.concurrency is not None:
-            return steps
-        wait = self.arrivals[self.arrived] - self.now
+        wait = until - self.now
         low, high = 1, steps  # up to the first step that ends at or after the arrival
         while low < high:
             middle = (low + high) // 2
@@ -215,6 +216,18 @@ class Run:
             else:
                 low = middle + 1
         return low
+
+    def next_arrival(self) -> int | None:
+        """When a request comes that may change the next steps.
+
+        A blocked head of the queue stays blocked while others only grow, so that an arrival after
+        it changes nothing.
+        """
+        if self.horizon is not None:
+            return self.horizon
+        if self.scheduler.waiting or self.arrived == len(self.arrivals):
+            return None
+        return None if self.traffic.concurrency else self.arrivals[self.arrived]
 
     def advance(self, batch: Batch, steps: int) -> None:
         """Let `steps` steps pass; one that prefills is alone."""
@@ -277,6 +290,10 @@ class Run:
         if done:
             self.in_flight -= len(done)
             log.sample(now, scheduler, *before)
+
+
+def _too_long(traffic: Traffic) -> OutOfRange:
+    return OutOfRange(f"{traffic.name} takes more than 106 days to serve", "", "Cut it in parts")
 
 
 def _integers(values: np.ndarray) -> array:

@@ -11,10 +11,9 @@ from shadowkv_lab import machine
 from shadowkv_lab.deployment import published_deployment
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.model import load_model
-from shadowkv_lab.provenance import Kind
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Cell, Contender, by_pair, crossovers, point, winner_map
-from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders
+from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders, reported_or_derived
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
@@ -27,7 +26,7 @@ CONTEXTS = tuple(powers(1024, 131_072))
 
 def weakest(found: Sequence[Contender]) -> str:
     """The weakest provenance among the steps."""
-    return max(Kind(str(c.step.provenance)) for c in found).value
+    return str(sum(c.step.provenance for c in found))
 
 
 def source_of(found: Sequence[Contender]) -> str:
@@ -222,7 +221,7 @@ def asked(model: str, gpu: str, rest: str, strategies: Sequence[str]) -> list[Co
     """The contenders that the controls ask for."""
     if not strategies:
         raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
-    return contenders(model, gpu, strategies, anchor=rest)
+    return contenders(reported_or_derived(model, gpu), strategies, anchor=rest)
 
 
 def note(rest: str, gpu: str, found: Sequence[Contender]) -> str:

@@ -13,6 +13,7 @@ from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import Contender, loop_tokens_per_s, point
 from shadowkv_lab.serving.lines import PS_PER_MS, PS_PER_S, Lines, StepTime
+from shadowkv_lab.serving.replicas import simulate_replicas
 from shadowkv_lab.serving.simulate import Engine, simulate
 
 STEP = StepTime(lambda running, live: 20.0 + 0.25 * running + 1e-4 * live)
@@ -312,3 +313,47 @@ def test_bad_engines_are_named(options):
 def test_a_step_of_no_time_is_named():
     with pytest.raises(OutOfRange, match="above 0 ms"):
         simulate(Engine(100, StepTime(lambda *_: 0.0)), requests([0], [5], [5]))
+
+
+def alike(fleet, one):
+    """Whether two runs say the same of every request."""
+    ours, theirs = fleet.summary(), one.summary()
+    return columns(fleet) == columns(one) and ours == pytest.approx(theirs, nan_ok=True)
+
+
+@given(st.one_of(loads(25), loads(25, True)), engines())
+@settings(max_examples=100, deadline=None)
+def test_one_replica_is_the_simulation(load, engine):
+    one = simulate(engine, load, overload=True)
+    assert alike(simulate_replicas(engine, load, 1, overload=True), one)
+
+
+@given(loads(25), engines(), st.integers(2, 5))
+@settings(max_examples=50, deadline=None)
+def test_replicas_serve_each_request_once(load, engine, count):
+    fleet = simulate_replicas(engine, load, count, overload=True)
+    assert fleet.finished + len(fleet.refused) == len(load)
+    assert fleet.finished == sum(r.finished for r in fleet.replicas)
+    counted = np.multiply(fleet.log.gap_runs[0], fleet.log.gap_runs[3]).sum()
+    assert counted == (load.output_tokens[fleet.served] - 1).sum()
+    assert fleet.scheduler.preemptions == sum(fleet.log.preempted)
+    assert (fleet.queue()[1] >= 0).all()
+
+
+def test_a_router_sends_to_the_replica_with_the_fewest():
+    """By hand: three at once over two, then one when only the second has a request less."""
+    load = requests([0, 0, 0, 400], [10] * 4, [30, 30, 60, 5])
+    fleet = simulate_replicas(Engine(1000, ROUND, prefill_tokens_per_s=1e3), load, 2)
+    own = [r.served.tolist() for r in fleet.replicas]
+    assert own == [[0, 2], [1, 3]]  # 0 and 1 end at 300 ms; at 400 ms the first still has 2
+    assert fleet.summary()["duration_s"] == fleet.log.end[2] / PS_PER_S
+
+
+def test_two_replicas_serve_twice_the_rate_as_one_serves_it():
+    one = traffic.poisson(2.0, 3000, traffic.fixed(200, 50), seed=3)
+    alone = simulate(Engine(100_000, STEP), one).summary()
+    both = simulate_replicas(Engine(100_000, STEP), one.scaled(rate=2), 2).summary()
+    assert both["output_tokens_per_s"] == pytest.approx(2 * alone["output_tokens_per_s"], rel=0.02)
+    assert both["p50_ttft_ms"] <= 1.05 * alone["p50_ttft_ms"]
+    with pytest.raises(OutOfRange, match="0 replicas"):
+        simulate_replicas(Engine(100, STEP), one, 0)
