@@ -7,7 +7,7 @@ import numpy as np
 
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import Deployment, deployment, published_deployment
-from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange, UnknownName
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model
@@ -16,19 +16,14 @@ from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Contender
 from shadowkv_lab.serving.lines import StepTime
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, Engine
+from shadowkv_lab.steps.answer import anchored
 from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.predict import predict_at
-from shadowkv_lab.steps.rest import Rest, rest_from
+from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
 
 WANTED = ("full_cast", "bf16_pool", "shadow", "fused_fp8")
-# Whole steps of one stream that were published: what is left beside the attention is a rest.
-ANCHORS = {
-    "case": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
-    "rtx6kpro": "rtx6kpro: GLM-5 on 8x RTX PRO 6000, BF16 pool, about 51 tok/s",
-    "sglang-35291": "sglang #35291: DeepSeek-R1 on 8x H200, BF16 pool, 17.2 ms",
-}
 KNOTS = 13  # of a predicted step, over live tokens, evenly in their logarithm
 
 
@@ -39,6 +34,7 @@ def reported_or_derived(
 
     `options` are those of `deployment`; with a memory size among them, nothing is the report's.
     """
+    options = {name: value for name, value in options.items() if value is not None}
     made, report = deployment(model, card, **options), published_deployment("case")
     if options.keys() & {"kv_gib", "weights_gib", "pool_tokens"}:
         return made
@@ -64,17 +60,17 @@ def contenders(
 ) -> list[Contender]:
     """Each strategy with its capacity in a deployment and its step; all DP ranks together.
 
-    `rest` is your own; else `anchor` names a published one. Ranks of DP attention count as one pool
-    of their tokens: their requests are taken as evenly spread. Raises `DoesNotFit`, `NoAnswer`
-    where the deployment's memory is not known, and `CannotRun` for a named strategy that cannot
-    run there; without names, those that cannot are left out.
+    `rest` is your own; else `anchor` names a published one of `steps.answer`. Ranks of DP attention
+    count as one pool of their tokens: their requests are taken as evenly spread. Raises
+    `DoesNotFit`, `NoAnswer` where the deployment's memory is not known, and `CannotRun` for a named
+    strategy that cannot run there; without names, those that cannot are left out.
     """
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
     verdicts = {s: can_run(s, deployment) for s in chosen}
     for s, verdict in verdicts.items():
         if strategies and not verdict:
             raise CannotRun(f"{s.title} in {deployment}: {verdict.reason}", remedy="Leave it out")
-    rest = rest or anchored_rest(anchor, deployment)
+    rest = rest or anchored(anchor, deployment)
     return [_contender(s, deployment, rest) for s in chosen if verdicts[s]]
 
 
@@ -105,36 +101,6 @@ def _contender(strategy: Strategy, deployment: Deployment, rest: Rest) -> Conten
     if seen[1]["cast"].bytes and deployment.engine == "sglang":
         cast = StepTime(lambda _, read: step(1, min(read, tokens, most))["cast"].ms, known)
     return Contender(strategy.label, tokens, time, cast, chunk_tokens(deployment), deployment)
-
-
-def anchored_rest(anchor: str, deployment: Deployment) -> Rest:
-    """The rest of a step by running requests, from one of `ANCHORS`: always assumed.
-
-    One stream's whole step less its strategy's own, in the deployment that it was seen in;
-    `rest_from` says how it grows with the requests in `deployment`.
-    """
-    if anchor not in ANCHORS:
-        raise UnknownName("anchor of the rest", anchor, ANCHORS)
-    case, seen = (facts.find("published", "published result", name) for name in ("case", anchor))
-    there = published_deployment(anchor)
-    strategy, pool = parse("bf16_pool"), None
-    if anchor == "case":
-        strategy, pool, tpot_ms = parse("full_cast"), case["pool_tokens"], case["before"]["tpot_ms"]
-    elif anchor == "rtx6kpro":
-        tpot_ms = 1000 / (sum(seen["tokens_per_s"]) / len(seen["tokens_per_s"]))
-    else:
-        pool, tpot_ms = seen["bf16_pool"]["pool_tokens"], seen["bf16_pool"]["step_ms"]
-    setting = there.setting(Load(1, case["default_context"]), pool or there.rows(strategy))
-    # Which of the two cards a report is about may be unknown; the slower leaves the smaller rest.
-    bare = predict_at(strategy, setting, there.card)
-    return rest_from(
-        tpot_ms,
-        bare.ms,
-        deployment.model,
-        deployment.card,
-        tensor_parallel=deployment.gpus // deployment.pipeline_parallel,
-        expert_bits=deployment.checkpoint.expert_bits,
-    )
 
 
 def engine(contender: Contender, **options) -> Engine:
