@@ -15,7 +15,8 @@ from shadowkv_lab.provenance import Provenance, assumed, published
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Contender
 from shadowkv_lab.serving.lines import StepTime
-from shadowkv_lab.serving.simulate import PREFILL_SOURCE, Engine
+from shadowkv_lab.serving.simulate import PREFILL_SOURCE, Engine, simulate
+from shadowkv_lab.serving.traffic import Traffic
 from shadowkv_lab.steps.answer import anchored
 from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.predict import predict_at
@@ -140,3 +141,18 @@ def prefill(deployment: Deployment) -> tuple[float, Provenance]:
     ):
         return rate, published(seen["prefill_note"], facts.source(seen))
     return rate, assumed(f"not known for {deployment}, so as {PREFILL_SOURCE}")
+
+
+def over_rates(
+    contenders: Sequence[Contender], traffic: Traffic, rates: Sequence[float], **options
+) -> list[dict]:
+    """`Results.summary` of each contender at each multiple of the traffic's rate.
+
+    `options` are `Engine`'s. Rates that prefill cannot serve are overload, and are served late.
+    """
+    return [
+        {"rate": rate} | simulate(engine(c, **options), load, overload=True).summary()
+        for rate in rates
+        for load in [traffic.scaled(rate=rate)]
+        for c in contenders
+    ]

@@ -241,7 +241,7 @@ def gap_spread(weight, first, growth, steps) -> Spread:
     quantiles = []
     for q in PERCENTILES:  # as numpy's default over the list of all gaps
         rank = q / 100 * (count - 1)
-        lower, upper = runs.ranked(int(rank)), runs.ranked(min(int(rank) + 1, count - 1))
+        lower, upper = runs.ranked(int(rank))
         quantiles.append((lower + (upper - lower) * (rank - int(rank))) / PS_PER_MS)
     return Spread(mean, *quantiles)
 
@@ -258,22 +258,34 @@ class _Runs(NamedTuple):
     def last(self) -> np.ndarray:
         return self.first + self.growth * (self.steps - 1)
 
-    def ranked(self, rank: int) -> int:
-        """The gap with `rank` smaller or equal ones before it: bisection over whole ps.
+    def ranked(self, rank: int) -> tuple[int, int]:
+        """The gap with `rank` smaller or equal ones before it, and the one after it.
 
-        Runs that lie wholly above or below what is left of the interval are counted once.
+        Bisection over whole ps; runs wholly above or below what is left are counted once.
         """
         runs, last, below = self, self.last, 0.0
         low, high = int(runs.first.min()), int(last.max())
         while low < high:
             middle = (low + high) // 2
-            within = np.minimum((middle - runs.first) // np.maximum(runs.growth, 1) + 1, runs.steps)
-            counted = np.where(runs.growth > 0, within, runs.steps) * runs.weight
-            counted[runs.first > middle] = 0
+            counted = runs.up_to(middle)
             if below + counted.sum() > rank:
                 high, kept = middle, runs.first <= middle
             else:
                 low, kept = middle + 1, last > middle
                 below += counted[~kept].sum()
             runs, last = _Runs(*(column[kept] for column in runs)), last[kept]
-        return low
+        return low, low if self.up_to(low).sum() > rank + 1 else self.after(low)
+
+    def up_to(self, gap: int) -> np.ndarray:
+        """How many gaps of each run are at most `gap`."""
+        steps = np.clip((gap - self.first) // np.maximum(self.growth, 1) + 1, 0, self.steps)
+        level = np.where(self.first <= gap, self.steps, 0)
+        return self.weight * np.where(self.growth > 0, steps, level)
+
+    def after(self, gap: int) -> int:
+        """The least gap above `gap`; `gap` itself where there is none."""
+        each = np.maximum(self.growth, 1)
+        step = np.clip((gap - self.first) // each + 1, 0, self.steps - 1)
+        above = self.first + self.growth * step
+        above = above[above > gap]
+        return int(above.min()) if len(above) else gap

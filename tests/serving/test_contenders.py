@@ -10,7 +10,7 @@ from shadowkv_lab.deployment import deployment, published_deployment
 from shadowkv_lab.provenance import Kind
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import loop_tokens_per_s, point
-from shadowkv_lab.serving.contenders import contenders, engine, reported_or_derived
+from shadowkv_lab.serving.contenders import contenders, engine, over_rates, reported_or_derived
 from shadowkv_lab.serving.simulate import simulate
 from shadowkv_lab.steps.rest import Rest
 
@@ -92,6 +92,19 @@ def test_an_engine_takes_the_contenders_step():
     steps = [cast.step(1, 1000 + token) for token in range(1, 200)]
     assert ran.tpot_ms[0] == pytest.approx(np.mean(steps), rel=1e-3)
     assert str(ran.provenance) == "assumed" and ran.engine.label == "full_cast"
+
+
+def test_waits_grow_with_the_rate():
+    found = contenders(reported_or_derived(), BASIC)
+    load = traffic.poisson(1.0, 300, traffic.published("azure-conversation"))
+    rows = over_rates(found, load, [0.1, 1.0, 3.0])
+    assert [(row["rate"], row["label"]) for row in rows[:4]] == [
+        *((0.1, c.name) for c in found),
+        (1.0, found[0].name),
+    ]
+    for i in range(3):
+        waits = [row["p99_ttft_ms"] for row in rows[i::3]]
+        assert waits == sorted(waits) and waits[2] > 10 * waits[0]
 
 
 closed = pytest.importorskip("shadowkv_lab.ui.serving")
