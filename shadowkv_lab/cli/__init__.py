@@ -52,7 +52,10 @@ def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> Non
     for key in names:
         number = any(type(row[key]) in (int, float) for row in rows)
         head = own.get(key) or tables.column(key).head
-        table.add_column(head, justify="right" if number else "left", overflow="fold")
+        # A name that is broken over lines cannot be searched.
+        whole = key in ("strategy", "load")
+        side = "right" if number else "left"
+        table.add_column(head, justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(tables.column(key).cell(row[key]) for key in names))
     console.print(table)
