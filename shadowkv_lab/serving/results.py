@@ -47,10 +47,10 @@ class Log:
         self.preempted = array("i", [0]) * requests
         # Two lines per event: before it, and after it.
         self.at = array("q")
-        self.admissions, self.preemptions = array("q"), array("q")
+        self.admissions, self.preemptions = array("i"), array("i")
         self.running, self.free = array("i"), array("i")
         # Runs of steps: requests in each, its first duration, the growth per step, how many.
-        self.gap_runs = tuple(array("q") for _ in range(4))
+        self.gap_runs = tuple(array(kind) for kind in "iqqi")
         self.decode_steps = self.live_rows = self.shared_rows = 0
 
     def sample(self, now: int, scheduler: Scheduler, running: int, free: int) -> None:
@@ -205,7 +205,9 @@ class Results:
         """(seconds, requests that wait), a value that holds until the next point."""
         arrived = np.sort(self.times("arrivals"))
         at = np.asarray(self.log.at)
-        times = np.union1d(arrived, at)
+        times = np.concatenate([arrived, at])
+        times.sort()  # np.unique hashes, which takes ten times the memory
+        times = times[np.diff(times, prepend=-1) > 0]
         change = np.asarray(self.log.preemptions) - np.asarray(self.log.admissions)
         last = np.searchsorted(at, times, side="right") - 1
         left = np.where(last >= 0, change[np.maximum(last, 0)] if len(at) else 0, 0)
