@@ -139,6 +139,34 @@ def test_agrees_with_a_slow_engine_in_every_token(policy, prefixes, data):
         np.testing.assert_allclose(ran.itl_ms, np.array(expected) / PS_PER_MS, rtol=1e-12)
 
 
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_retraction_agrees_with_a_slow_engine(prefixes):
+    """Prompts that are admitted one by one, with answers that outgrow the pool."""
+    retracted = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        count, answer = int(rng.integers(8, 14)), int(rng.integers(60, 110))
+        prompt = rng.integers(BLOCK, BLOCK + 5, count) if prefixes else rng.integers(3, 7, count)
+        blocks = [(int(rng.integers(0, 3)),) for _ in range(count)] if prefixes else None
+        output = answer - rng.integers(0, 4, count)
+        load = requests(rng.choice([0, 0, 7], count), prompt, output, None, blocks)
+        engine = Engine(
+            int(rng.uniform(3.2, 6) * (answer + prompt.mean())),
+            BENT,
+            prefill_tokens_per_s=1000.0,
+            chunk_tokens=int(prompt.max()),
+            page_size=int(rng.choice([1, 1, 4])),
+            policy="sglang",
+            max_new_tokens=int(rng.choice([1, 1, 115])),
+        )
+        leaps, steps = (simulate(engine, load, leap=leap, overload=True) for leap in (True, False))
+        times, _, redone, _ = by_oracle(load, engine)
+        assert columns(leaps) == times and leaps.scheduler.recomputed_tokens == redone
+        np.testing.assert_equal(everything(leaps), everything(steps))
+        retracted += leaps.scheduler.preemptions > 0
+    assert retracted > 15, retracted
+
+
 @given(st.one_of(loads(25), loads(25, True)), engines())
 @settings(max_examples=200, deadline=None)
 def test_leaping_equals_stepping(load, engine):
