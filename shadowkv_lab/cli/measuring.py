@@ -190,4 +190,4 @@ def bench_serving(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, rows[0])
+    show(rows, list(rows[0]))

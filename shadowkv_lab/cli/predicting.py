@@ -148,7 +148,7 @@ def predict(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, rows[0])
+    show(rows, list(rows[0]))
 
 
 @app.command()

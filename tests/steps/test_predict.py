@@ -44,7 +44,7 @@ def truth(strategy, P, L, R, gb_per_s=known.H200_GB_PER_S, shape=GLM):
 @settings(max_examples=60, deadline=None)
 def test_a_known_model_is_recovered_between_its_runs(strategy, P, R, context):
     step = predict_at(strategy, at("glm-5", P, R, context), "h200", fitted=FIT)
-    assert step.ms == pytest.approx(truth(strategy, P, R * context, R), rel=0.04)
+    assert step.ms == pytest.approx(truth(strategy, P, R * context, R), rel=0.05)
     assert str(step.provenance) == "calibrated"
 
 
