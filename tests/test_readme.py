@@ -2,8 +2,12 @@
 
 import contextlib
 import io
+import json
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 from shadowkv_lab.server.plugin import STRATEGIES as SERVED
 from shadowkv_lab.steps.step import recorded
@@ -36,6 +40,23 @@ def test_its_picture_is_small_and_described_by_the_recorded_steps():
     shown = dict(re.findall(r"([A-Za-z][\w ]*?) (\d+\.\d\d)", said.split(": ")[1]))
     assert len(shown) == len(steps) == 7
     assert {title: f"{ms:.2f}" for title, ms in steps.items()} == shown
+
+
+@pytest.mark.parametrize(("name", "file"), [("plain SGLang", "off"), ("`shadow`", "shadow")])
+def test_its_server_times_are_those_of_the_servers_results(name, file):
+    """TPOT of one stream; of several the time between tokens once all have started."""
+    results = ROOT / "tests" / "server" / "cases" / "h200-server" / f"{file}.jsonl"
+    seen = {}
+    for run in map(json.loads, results.read_text().splitlines()):
+        if not run["warm_up"]:
+            one = run["max_concurrency"] == 1
+            load = run["max_concurrency"], run["random_input_len"]
+            seen.setdefault(load, []).append(run["mean_tpot_ms" if one else "steady_itl_ms"])
+    section = README.split("## In a real server")[1].split("\n## ")[0]
+    cells = re.search(rf"^\| {name}[^|]*\|(.*)\|$", section, re.M)[1].split("|")[:4]
+    for load, cell in zip(((1, 1024), (1, 8192), (8, 2048), (32, 2048)), cells, strict=True):
+        digits = len(cell.strip().partition(".")[2])
+        assert f"{statistics.median(seen[load]):.{digits}f}" == cell.strip(), load
 
 
 def test_its_lists_are_the_labs():
