@@ -303,7 +303,7 @@ def follow(settings: dict, name: str | None) -> dict:
 @application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
 def reproduction_view(
     gpu: Annotated[
-        str, Menu("GPU", options=cards(lambda: case.published("case")["gpu"]), kind="GPU")
+        str, Menu("GPU", options=cards(lambda: case.published()["gpu"]), kind="GPU")
     ] = "rtx-pro-6000-server",
     context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
     concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
@@ -322,7 +322,7 @@ def reproduction_view(
     """
     if not (math.isfinite(rest_ms) and rest_ms >= 0):
         raise OutOfRange(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
-    rest = verdict.case_rest(gpu, context)
+    rest = verdict.report_rest(gpu, context)
     if rest_ms:
         at_one = rest_ms - rest.expert_ms * rest.per_token
         how = dataclasses.replace(rest.provenance, how=f"{rest_ms} ms at one request, typed")
