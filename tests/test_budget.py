@@ -223,7 +223,11 @@ def test_inverse_questions():
     assert not smaller.fits.any()
     assert all(smaller.why)
     # What was seen of one card's memory is not carried to another.
-    assert not cards_for(published_deployment("glm5-report"), "full_cast", Load()).tokens.eq(495_616).any()
+    assert (
+        not cards_for(published_deployment("glm5-report"), "full_cast", Load())
+        .tokens.eq(495_616)
+        .any()
+    )
 
 
 @given(st.floats(0.5, 60), st.sampled_from(["full_cast", "bf16_pool", "shadow"]))

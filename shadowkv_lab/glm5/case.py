@@ -223,12 +223,12 @@ def server(
     """
     report = published()
     geometry = load_model(model)
-    same_memory = model == report["model"] and {pool_tokens, layers, weights_gib} == {None}
     pool_tokens = report["pool_tokens"] if pool_tokens is None else pool_tokens
     layers = geometry.layers if layers is None else layers
     if cast_ms is None:
         reported = report["pool_tokens"] * load_model(report["model"]).layers
         cast_ms = report["cast_ms"] * pool_tokens * layers / reported
+    same_pool = (geometry.name, pool_tokens) == (report["model"], report["pool_tokens"])
     found = Server(
         report["before"]["tpot_ms"] if before_ms is None else before_ms,
         report["after"]["tpot_ms"] if after_ms is None else after_ms,
@@ -237,7 +237,7 @@ def server(
         geometry,
         report["weights_gib"] if weights_gib is None else weights_gib,
         layers,
-        report["pool_gib"] if same_memory else None,
+        report["pool_gib"] if same_pool and layers == geometry.layers else None,
         report["free_before_gib"],
     )
     for name in ("before_ms", "after_ms", "pool_tokens", "layers", "weights_gib", "cast_ms"):

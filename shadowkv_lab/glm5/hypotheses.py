@@ -29,8 +29,8 @@ class Predicted:
 
     `vector_cast` is (expected, low, high) of the cast by the lab's kernel, `static_gather` what
     gathering, casting and reading every row that a request may have takes longer than reading the
-    assumed context, `static_gb_per_s` the speed of its cast. `host_ms` is what a host takes to launch the lab's own step eagerly: a lower
-    bound, as a whole model launches more.
+    assumed context, `static_gb_per_s` the speed of its cast. `host_ms` is what a host takes to
+    launch the lab's own step eagerly: a lower bound, as a whole model launches more.
     """
 
     vector_cast: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The GLM-5 report reproduced: tables of measured, predicted and published figures, and their checks."""
+"""The GLM-5 report reproduced: measured, predicted and published figures, and their checks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
