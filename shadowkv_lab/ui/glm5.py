@@ -113,7 +113,7 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     title = f"The step did not become faster: no hypothesis explains {of.after_ms:.1f} ms"
     if of.after_ms < of.before_ms:
         title = charts.heading(
-            f"{near.sum()} of {len(table)} explanations are possible and reach {of.after_ms:.1f} ms",
+            f"{near.sum()} of {len(table)} explanations are possible at {of.after_ms:.1f} ms",
             f"none is established; to within {hypotheses.NEAR_MS} ms or in their range",
         )
     bars = []
