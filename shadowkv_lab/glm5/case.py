@@ -327,8 +327,8 @@ def check_deepseek(fitted: Fit, measured: Sequence[Step]) -> pd.DataFrame:
     whole = cast + full.ms - full["cast"].ms
     base = issue["step_ms"] - whole
     rows = [
-        ("cast, a step (ms)", cast, issue["cast_ms"], source),
-        ("cast, a layer (us)", 1000 * cast / model.layers, issue["cast_us_per_layer"], source),
+        ("cast per step (ms)", cast, issue["cast_ms"], source),
+        ("cast per layer (us)", 1000 * cast / model.layers, issue["cast_us_per_layer"], source),
         ("full cast's whole step (ms)", whole, None, str(full.provenance)),
         ("the server's step less that: base (ms)", base, None, str(full.provenance)),
         (

@@ -329,7 +329,7 @@ def test_rest_of_no_time(wrong):
 def test_deepseek_check_uses_the_issues_own_context():
     runs = known.runs(model="deepseek-r1", pools=(65_536, 131_072), heads=16)
     table = case.check_deepseek(fit(runs), runs).set_index("what")
-    cast = table.loc["cast, a step (ms)"]
+    cast = table.loc["cast per step (ms)"]
     assert cast.lab == pytest.approx(61 * known.layer_ms("cast", 131_072 * 1728))
     assert cast.reported == 13.77
     assert set(table.context) == {1442}  # 1.1 % of 131,072 tokens are referenced
