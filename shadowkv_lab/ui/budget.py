@@ -127,7 +127,7 @@ def _frame(plan: Budget) -> pd.DataFrame:
 
 def _reported(settings: dict) -> bool:
     """Whether the GLM-5 report's server is asked for."""
-    report = facts.find("published", "published result", "case")
+    report = facts.find("published", "published result", "glm5-report")
     asked = [load_model(settings["model"]).name, settings["tensor_parallel"], settings["engine"]]
     theirs = [report["model"], report["tensor_parallel"], report["engine"]]
     return asked == theirs and settings["gpu"] in report["gpu"]
@@ -137,7 +137,7 @@ def _derived(settings: dict) -> Deployment:
     """The deployment without what was typed of its memory: the GLM-5 report's, or derived."""
     more = {"index_layers": None if settings["index"] else 0, "mtp": settings["mtp"] or None}
     if _reported(settings):
-        return published_deployment("case", settings["gpu"], **more)
+        return published_deployment("glm5-report", settings["gpu"], **more)
     spread = {"tensor_parallel": settings["tensor_parallel"], "engine": settings["engine"]}
     return deployment(settings["model"], settings["gpu"], **spread, **more)
 

@@ -239,7 +239,7 @@ def note(rest: str, found: Sequence[Contender]) -> str:
 def load_view(
     model: ModelName = "glm-5",
     gpu: Gpu = "rtx-pro-6000-server",
-    rest: Rest = "case",
+    rest: Rest = "glm5-report",
     concurrency: Annotated[
         int, Slider("concurrency", "", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests")
     ] = 64,

@@ -263,7 +263,7 @@ def asleep(settings: dict) -> dict[str, str]:
 def traffic_view(
     model: serving.ModelName = "glm-5",
     gpu: serving.Gpu = "rtx-pro-6000-server",
-    rest: serving.Rest = "case",
+    rest: serving.Rest = "glm5-report",
     arrivals: Annotated[str, Menu("arrivals", options=ARRIVALS)] = "closed loop",
     rate: Annotated[float, Slider("open, rate", "", RATES, "requests/s")] = 0.8,
     concurrency: Annotated[

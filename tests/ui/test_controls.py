@@ -23,7 +23,7 @@ from shadowkv_lab.ui import budget, controls, decode, display, glm5, serving, si
         (budget.budget_app, {"tensor_parallel": 3}, OutOfRange, "1, 2, 4, 8, 16"),
         (budget.budget_app, {"kv_gib": "all"}, OutOfRange, "a number"),
         (glm5.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
-        (serving.loads, {"rest": "mine"}, UnknownName, "case"),
+        (serving.loads, {"rest": "mine"}, UnknownName, "glm5-report"),
         (simulated.traffics, {"rate": 0}, OutOfRange, "requests/s above 0"),
         (simulated.traffics, {"lengths": "short"}, UnknownName, "long answers"),
     ],
