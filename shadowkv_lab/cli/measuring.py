@@ -175,7 +175,7 @@ def bench_kernels(
         f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
         f"{origin['copy_gb_per_s']:,.0f} GB/s"
     )
-    show(rows, "kernel shape heads ms gb_per_s of_copy error ratio".split())
+    show(rows, ["kernel", "shape", "heads", "ms", "gb_per_s", "of_copy", "error", "ratio"])
 
 
 @bench.command("serving")
@@ -190,4 +190,4 @@ def bench_serving(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, rows[0])
+    show(rows, list(rows[0]))

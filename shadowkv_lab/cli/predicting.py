@@ -104,7 +104,16 @@ def budget(
         _print(table, as_json)
         return
     console.print(plan.formula)
-    columns = "strategy token_bytes tokens requests kept_gib scratch_gib left_gib fits".split()
+    columns = [
+        "strategy",
+        "token_bytes",
+        "tokens",
+        "requests",
+        "kept_gib",
+        "scratch_gib",
+        "left_gib",
+        "fits",
+    ]
     columns = dict.fromkeys(columns, "") | {"requests": f"requests of {context:,}"}
     show(table.to_dict("records"), columns, str(plan.deployment))
     for reason, rows in table[table.reason != ""].groupby("reason", sort=False):
@@ -139,7 +148,7 @@ def predict(
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    show(rows, rows[0])
+    show(rows, list(rows[0]))
 
 
 @app.command()
