@@ -16,9 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "browser"))
 
-from shadowkv_lab.ui import decode_lab, notebooks  # noqa: E402
+from shadowkv_lab.ui import notebooks  # noqa: E402
 
-KEY_MS, IMPORT_S, NOTEBOOK_S = 120, 0.5, 60
+KEY_MS, IMPORT_S, NOTEBOOK_S, VIEW_MS = 120, 0.5, 60, 60
+CONCURRENCIES = 8  # positions of the concurrency slider
 
 # The page's own clock: Playwright's round trips are no part of what a user waits for. A press
 # counts where it leads to another recorded run, so that the bars are others.
@@ -56,7 +57,7 @@ def key_presses() -> tuple[list[list[float]], list[list[float]]]:
             for pool_key in (back, there):
                 page.evaluate("window.presses.length = 0")
                 for _ in range(3):
-                    _press(app, "concurrency", there, len(decode_lab.CONCURRENCIES) - 1)
+                    _press(app, "concurrency", there, CONCURRENCIES - 1)
                     _press(app, "pool size", pool_key, 5)
                     there, back = back, there
                 found.append(page.evaluate("window.presses"))
@@ -91,6 +92,20 @@ def import_seconds(statement: str, runs: int = 3) -> float:
     return statistics.median(float(r.stdout) for r in ran)
 
 
+def first_view_ms(runs: int = 5) -> float:
+    """The decode lab's first view after a warm import, in the median of clean processes."""
+    code = (
+        "import time; from shadowkv_lab.ui import decode; t = time.perf_counter(); "
+        "view = decode.step_view(); [figure for figure in view.figures]; "
+        "print(1000 * (time.perf_counter() - t))"
+    )
+    ran = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(runs)
+    ]
+    return statistics.median(float(r.stdout) for r in ran)
+
+
 def notebook_seconds(name: str = "04_reproduce_glm5.ipynb") -> float:
     """How long a notebook takes to execute from a clean kernel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -117,6 +132,7 @@ def main() -> int:
         "s",
         note,
     )
+    row("first view of the decode lab", first_view_ms(), VIEW_MS, "ms", "recorded runs read anew")
     row("notebook 4 executes in", notebook_seconds(), NOTEBOOK_S, "s")
     if shutil.which("chromium") is None:
         print("key press to changed figure: no chromium on the PATH, not measured")

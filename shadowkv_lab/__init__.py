@@ -11,30 +11,37 @@ _PLACES = {
     "model": ["Model", "load_model"],
     "machine": ["Card", "card"],
     "load": ["Load"],
-    "deployment": ["Deployment", "Setting", "deployment"],
+    "deployment": ["Deployment", "Setting", "deploy=deployment"],
     "rules": ["can_run"],
-    "budget": ["budget"],
+    "budget": ["memory_budget=budget"],
     "strategies": ["STRATEGIES", "Moves", "Strategy", "parse"],
     "strategies.check": ["check"],
     "kernels": ["gather_cast"],
     "kernels.reference": ["to_fp8"],
     "steps.step": ["Step", "frame", "recorded"],
-    "steps.measure": ["measure_here"],
+    "steps.measure": ["measure_step"],
     "steps.predict": ["predict"],
+    "steps.answer": ["anchored", "answers"],
     "provenance": ["Provenance", "Source"],
     "errors": ["LabError", "OutOfRange"],
     "ui.decode": ["explorer"],
     "ui.budget": ["budget_app"],
     "ui.glm5": ["reproduction_app"],
 }
-_NAMES = {name: place for place, names in _PLACES.items() for name in names}
+# "deploy=deployment": a function that is named as its module has another name at the door.
+_NAMES = {
+    name: (place, inside or name)
+    for place, names in _PLACES.items()
+    for name, _, inside in (entry.partition("=") for entry in names)
+}
 
 __all__ = [*_NAMES]
 
 
 def __getattr__(name: str):
     if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+        place, inside = _NAMES[name]
+        return getattr(importlib.import_module(f"{__name__}.{place}"), inside)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

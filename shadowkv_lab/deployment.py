@@ -431,6 +431,12 @@ def published_deployment(
     return replace(made, checkpoint=checkpoint)
 
 
+def checked(made: Deployment) -> Deployment:
+    """A deployment with changed fields, if a server can be so. Raises what `deployment` does."""
+    _check(made, made.checkpoint.weights_gib)
+    return made
+
+
 def _check(made: Deployment, weights_gib: float | None) -> None:
     """Raise `OutOfRange` or `UnknownName` for what no server can be."""
     if made.layout not in LAYOUTS:

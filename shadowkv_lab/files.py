@@ -120,7 +120,8 @@ def parse(
 
 
 @cache
-def _adapter(kind):
+def reader(kind):
+    """What reads JSON as `kind`; built once per process, in some milliseconds."""
     from pydantic import TypeAdapter  # 50 ms, which an import of the lab need not take
 
     return TypeAdapter(kind)
@@ -130,7 +131,7 @@ def _as(kind: type[T], raw: bytes, where: str) -> T:
     from pydantic import ValidationError
 
     try:
-        return _adapter(kind).validate_json(raw, strict=True)
+        return reader(kind).validate_json(raw, strict=True)
     except LabError as error:  # of the dataclass's own __post_init__
         raise BadFile(f"{where}: {error.what}", error.allowed, error.remedy) from None
     except ValidationError as error:

@@ -12,7 +12,7 @@ import torch
 
 from shadowkv_lab import accuracy, facts
 from shadowkv_lab.accuracy import attention, model, storage
-from shadowkv_lab.errors import BadFile, UnknownName
+from shadowkv_lab.errors import BadFile, NoAnswer, OutOfRange, UnknownName
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import load_model
 from shadowkv_lab.sources import poolfile, tiny
@@ -268,18 +268,37 @@ def test_comparison_against_torchs_own_losses():
 # What is said and shown
 
 
-def test_the_paragraph_computes_its_choice_and_states_its_data(pool):
-    told = accuracy.choose(pool, accuracy.storage_errors(pool), accuracy.storage_attention(pool))
+def test_the_paragraph_states_its_data_and_random_weights_choose_nothing(pool):
+    alone = accuracy.storage_attention(pool)
+    told = accuracy.describe(pool, accuracy.storage_errors(pool), alone)
     assert "tiny-glm-5, random weights, 3 layers x 339 tokens" in told and "12 queries" in told
-    assert "says nothing of a trained model" in told
+    assert "says nothing of a trained model" in told and "BF16, 1152 B" in told
+    with pytest.raises(NoAnswer, match=r"cannot choose a storage.*real checkpoint.*capture"):
+        accuracy.choose(pool, alone)
+
+
+def test_a_real_checkpoints_rows_choose(pool, monkeypatch):
+    monkeypatch.setitem(pool.metadata, "weights", "as published")
+    told = accuracy.choose(pool, accuracy.storage_attention(pool))
     assert "speak for packed" in told and "656 B" in told and "keep BF16 (1152 B)" in told
     # With other numbers, another choice: fp8 within 25 % of the least takes the fewest bytes.
     level = [
         e._replace(kl=1e-3 if e.name == "packed" else 1.2e-3, output=0.01)
         for e in accuracy.storage_attention(pool)
     ]
-    told = accuracy.choose(pool, accuracy.storage_errors(pool), level)
-    assert "speak for e4m3" in told and "576 B: 1.0% off, KL 1.2e-03" in told
+    assert "speak for e4m3" in accuracy.choose(pool, level)
+
+
+def test_the_planted_outliers_can_be_none():
+    """At strength 0 nothing is clipped, and a scale per layer has nothing left to mend."""
+    none, full = (
+        {(e.storage, e.part): e for e in accuracy.planted(s, tokens=48) if e.layer == 0}
+        for s in (0, 1)
+    )
+    assert none[("fp8", "latent")].clipped == 0 < full[("fp8", "latent")].clipped
+    assert none[("fp8", "latent")].relative_l2 < 0.04 < full[("fp8", "latent")].relative_l2
+    with pytest.raises(OutOfRange, match=r"0 .none. to 1"):
+        accuracy.planted(1.5)
 
 
 def test_the_shipped_pool_is_small_labelled_and_of_its_text(pool):

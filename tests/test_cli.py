@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shadowkv_lab import machine
-from shadowkv_lab.steps import records
+from shadowkv_lab.steps import step as steps
 
 CONFIG = dict(
     num_hidden_layers=2,
@@ -59,9 +59,8 @@ def test_measure_prints_json_and_records_the_same_runs(small, tmp_path):
         "--json",
     )
     runs = json.loads(out)
-    assert [r["strategy"] for r in runs] == ["full_cast", "shadow(layers=1)"]
-    recorded = records.read(record)
-    assert recorded.step_ms.tolist() == [r["step_ms"] for r in runs]
+    assert [r["strategy"]["label"] for r in runs] == ["full_cast", "shadow(layers=1)"]
+    assert [s.ms for s in steps.read(record)] == [r["ms"] for r in runs]
     assert "measure --model" in runs[0]["origin"]["command"], "the command that repeats it"
     assert runs[0]["origin"]["device"] == machine.device_title("cpu")
 

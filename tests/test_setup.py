@@ -1,6 +1,7 @@
 """The set-up files agree with each other, and importing the lab stays light."""
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -100,6 +101,15 @@ def test_importing_the_package_brings_no(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_every_name_of_the_front_door_is_there():
+    import shadowkv_lab
+
+    assert len(shadowkv_lab.__all__) <= 32
+    for name in shadowkv_lab.__all__:
+        found = getattr(shadowkv_lab, name)
+        assert not isinstance(found, type(shadowkv_lab)), f"{name} is a module as well"
+
+
 FLOORS = (
     ["errors", "files", "facts", "load", "provenance"],
     ["model", "machine", "rules", "deployment", "kernels"],
@@ -141,6 +151,37 @@ def test_nothing_imports_upward():
     assert not upward
     rooms = {path.stem for path in (ROOT / "shadowkv_lab").iterdir() if path.suffix != ".json"}
     assert rooms - {"__init__", "__pycache__", "data"} <= set(floor)
+
+
+def modules_imported(path):
+    """Modules of the package that `path` imports when it is loaded; not those inside functions."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("shadowkv_lab"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                file = ROOT / name.replace(".", "/")
+                yield name if file.with_suffix(".py").exists() or file.is_dir() else node.module
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {}
+    for path in (ROOT / "shadowkv_lab").rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = {m for m in modules_imported(path) if m != name}
+    for name, found in graph.items():  # a package's __init__ gathers what lies in it
+        found -= {m for m in found if m.startswith(f"{name}.")}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, naming the circle
+
+
+def test_few_lines_are_kept_from_the_formatter():
+    lines = [
+        line
+        for path in ROOT.rglob("*.py")
+        if ".venv" not in str(path)
+        for line in path.read_text().splitlines()
+    ]
+    mark = "# fmt: " + "skip"
+    assert sum(mark in line for line in lines) <= 30
 
 
 def test_make_sets_jupyter_up_to_save_without_views_and_to_ask_nothing(tmp_path, monkeypatch):

@@ -53,8 +53,10 @@ def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> Non
         number = any(type(row[key]) in (int, float) for row in rows)
         of = tables.column(key)
         head = own.get(key) or f"{of.title}\n{of.unit}".rstrip()
+        # A name that is broken over lines cannot be searched.
+        whole = number or key in ("strategy", "load")
         justify = "right" if number else "left"
-        table.add_column(head, justify=justify, overflow="fold", no_wrap=number)
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(tables.column(key).cell(row[key]) for key in names))
     console.print(table)
@@ -79,4 +81,4 @@ class progress:
 
 
 # Each module registers its commands.
-from shadowkv_lab.cli import applications, measuring, predicting, sharing  # noqa: E402, F401
+from shadowkv_lab.cli import applications, measuring, predicting, serving, sharing  # noqa: E402, F401

@@ -22,7 +22,6 @@ from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.server import layouts, logs, results
 from shadowkv_lab.server.results import Result
 from shadowkv_lab.steps import trace as traces
-from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.predict import predict_at
 from shadowkv_lab.steps.trace import DRAFT, OUTSIDE, TARGET, Trace
 
@@ -221,8 +220,8 @@ def compare(
     tpot, pairs = _tpot(before, after)
     notes += _load_notes(pairs)
     first = tpot.iloc[0]
-    card, guessed = _card(gpu, before, after)
     pool = next((p for s in (before, after) if isinstance(p := s.fact("pool tokens"), int)), None)
+    card, guessed = _card(gpu, before, after, geometry, pool)
     shortest_us = _shortest_us(geometry, pool) if geometry and pool else COPY_US
     cast, seen, words = None, {}, []
     if before.trace or after.trace:
@@ -473,7 +472,9 @@ def _load_notes(pairs: list[tuple[list[Result], list[Result]]]) -> list[str]:
     return notes
 
 
-def _card(gpu: str | None, before: Side, after: Side) -> tuple[Card | None, str]:
+def _card(
+    gpu: str | None, before: Side, after: Side, model: Model | None, pool: int | None
+) -> tuple[Card | None, str]:
     """The card, as typed or as the traces name it; else the one whose memory the log's is.
 
     Of cards of like memory those count on which casts were measured, and only where that is one.
@@ -487,8 +488,7 @@ def _card(gpu: str | None, before: Side, after: Side) -> tuple[Card | None, str]
     free = before.log.free_before_gib if before.log else None
     cards = {machine.card(name).name: machine.card(name) for name in machine.known_cards()}
     like = [c for c in cards.values() if free and 0.97 <= free / c.memory_gib <= 1]
-    cast_on = {key[2] for key in fit().curves if key[:2] == ("cast", "full_cast")}
-    like = [c for c in like if c.name in cast_on]
+    like = [c for c in like if model and pool and _predicted(model, pool, c, None, "fp8")[0]]
     if len(like) != 1:
         return None, ""
     return like[0], (
@@ -569,9 +569,8 @@ def _verdict(first, cast_ms, cast_how, seen, kind, traced) -> _Verdict:
     if cast_ms is None:
         if cast_how.startswith("no cast"):
             return _Verdict("no cast", f"{change}. There is {cast_how}.", notes=notes)
-        if abs(saved) <= noise:
-            return _Verdict("unknown", f"{change}: no cast is seen to have gone.", notes=notes)
-        return _Verdict("unknown", f"{change}. {_wanted(cast_how)}", notes=notes)
+        of_it = "Which cast there is" if abs(saved) <= noise else "How much of that was the cast"
+        return _Verdict("unknown", f"{change}. {of_it} {_wanted(cast_how)}", notes=notes)
     if cast_ms > old:
         return _Verdict(
             "unknown",
@@ -625,7 +624,7 @@ def _verdict(first, cast_ms, cast_how, seen, kind, traced) -> _Verdict:
 def _wanted(how: str) -> str:
     why = how.removeprefix("not known").lstrip(": ")
     return (
-        "How much of that was the cast is not known"
+        "is not known"
         + (f" ({why})" if why else "")
         + ": give a trace of the server before (--before-trace), or its card (--gpu, one on which "
         "casts were measured) and its log (the pool's tokens and dtype)."

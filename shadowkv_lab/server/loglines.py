@@ -15,14 +15,14 @@ HEAD = re.compile(
     r"\[(?P<date>\d{4}-\d\d-\d\d(?: \d\d:\d\d:\d\d)?|\d\d:\d\d:\d\d)[\d.,]*"
     r"(?P<ranks>(?: [A-Z_]+\d+)*)\]"
     r"|\b(?:INFO|WARNING|ERROR|DEBUG|CRITICAL):? +"
-    r"(?:(?P<day>\d\d-\d\d \d\d:\d\d:\d\d)|(?=\[?[\w./-]+\.py\b))"
+    r"(?:(?P<day>\d\d-\d\d \d\d:\d\d:\d\d)|[\d:. -]{0,24}(?=\[?[\w./-]+\.py\b))"
 )
 WORKER = re.compile(r"\((\w+)((?: ?\w+=?\w+)*?) ?pid=(\d+)")
 RANK = re.compile(r"(?<![A-Z_])(DP|TP|PP|EP|DCP)(\d+)")
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|#033\[[0-9;]*m")
-# Messages that begin a record also where the head was cut off.
+# Messages that begin a record also where the head was cut off, or is of another kind.
 BARE = re.compile(
-    r"[\s>|*]*(?:server_args=|Load weight |KV Cache is |Memory pool end|Using KV cache dtype"
+    r"(?:server_args=|Load weight |KV Cache is |Memory pool end|Using KV cache dtype"
     r"|Decode batch|max_total_num|Model loading took|Loading model weights took|Available KV"
     r"|GPU KV cache|the current vLLM|model weights take|Maximum concurrency"
     r"|# (?:cuda|GPU|CUDA) blocks|Initializing an? )"
@@ -141,8 +141,10 @@ def records(text: str) -> Iterator[Record]:
         if not line or line.isspace():
             continue
         head = HEAD.search(line, 0, 300)
-        if head is None and (record is None or BARE.match(line)):
-            before, message = "", line
+        bare = BARE.search(line) if head is None and parts != [""] else None
+        if bare or (head is None and record is None):
+            start = bare.start() if bare else 0
+            before, message = line[:start], line[start:]
         elif head is None:
             if length < LONGEST:
                 parts.append("".join(line.split()))
@@ -173,10 +175,10 @@ def _finished(record: Record, parts: list[str]) -> Record:
 
 def _record(before: str, head: "re.Match | None") -> Record:
     worker = pid = ""
-    ranks = (head["ranks"] if head else "") or ""
     if match := (WORKER.search(before) if "pid=" in before else None):
         worker, pid = match[1] + match[2], match[3]
-        ranks = worker.replace("_", " ")
+    # SGLang's ranks stand in its head, vLLM's in the worker's name before it.
+    ranks = (head["ranks"] if head else before) or worker.replace("_", " ")
     when = (head["date"] or head["day"] or "") if head else ""
     rank = tuple((kind, int(number)) for kind, number in RANK.findall(ranks)) if ranks else ()
     return Record(worker, pid, rank, when, "")

@@ -473,8 +473,13 @@ def _model(log: ServerLog, asked) -> tuple[Model, list[str]]:
         strange = bool(cls and model.architecture and cls != model.architecture)
         if strange or (log.model and not named and not _names(log.model, model)):
             # A model of other classes can have these rows; then its size and its name say so.
-            size = _fits(log, model)
-            if (strange and not (size and (named or _names(log.model, model)))) or size is False:
+            size, alike = _fits(log, model), bool(named) or _names(log.model, model)
+            hub = re.fullmatch(
+                r"[\w-][\w.-]*/[\w.-]+", log.model or ""
+            )  # names it, as no path does
+            if size is False or (strange and not (size and alike)):
+                raise _another(log, model)
+            if size is None and hub and not alike:
                 raise _another(log, model)
             if strange:
                 return model, [f"the log's class is {cls}, not {model.architecture}"]
@@ -557,7 +562,12 @@ def _another(log: ServerLog, model: Model, which: str = "") -> BadFile:
 
 
 # What people call models by whose classes logs name them.
-TITLES = {"Glm5Next": "GLM-5.3-Flash", "GlmMoeDsa": "GLM-5", "DeepseekV32": "DeepSeek-V3.2"}
+TITLES = {
+    "Glm5Next": "GLM-5.3-Flash",
+    "KimiK25": "Kimi-K2.5",
+    "GlmMoeDsa": "GLM-5",
+    "DeepseekV32": "DeepSeek-V3.2",
+}
 
 
 def _fits(log: ServerLog, model: Model) -> bool | None:
@@ -768,7 +778,7 @@ def _notes(log: ServerLog, made: Deployment, layout: Layout | None) -> list[str]
     if log.starts > 1:
         notes.append(f"the log holds {log.starts} starts of the server: the last one counts")
     if made.layout == "bf16":
-        sure = "" if layout or log.kv_dtype == "bf16" else f", {log.engine}'s default: assumed"
+        sure = "" if layout or log.kv_dtype == "bf16" else f" ({log.engine}'s default, assumed)"
         notes.append(f"a BF16 pool{sure}: nothing is cast")
     if made.layout == "fp8_e5m2":
         notes.append(
@@ -860,7 +870,7 @@ def _differences(ranks: tuple[Rank, ...]) -> list[str]:
         ("free_after_pool_gib", "free after the pool", " GiB"),
     ):
         seen = {r.name: getattr(r, name) for r in named if getattr(r, name) is not None}
-        if len(seen) > 1 and max(seen.values()) - min(seen.values()) > 0.05:
+        if len(seen) > 1 and max(seen.values()) > 1.005 * min(seen.values()):
             shown = sorted(seen, key=seen.get)
             shown = shown if len(shown) <= 4 else [shown[0], shown[-1]]
             each = ", ".join(f"{n} {seen[n]:,}" for n in sorted(shown))

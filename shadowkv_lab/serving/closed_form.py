@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
+from shadowkv_lab.deployment import Deployment
 from shadowkv_lab.errors import DoesNotFit, OutOfRange
-from shadowkv_lab.serving.steps import StepTime
+from shadowkv_lab.provenance import Provenance
+from shadowkv_lab.serving.lines import StepTime
 
 
 @dataclass(frozen=True)
@@ -14,12 +17,16 @@ class Contender:
     """One strategy: how many tokens its pool keeps, and its whole step (rest included).
 
     `step` is ms of (running, live tokens); its pool is `capacity_tokens`, which is what a full
-    cast moves. `name` is the strategy's label.
+    cast moves. `prefill_cast` is what a prefill of up to `chunk_tokens` pays for its cast, as in
+    `Engine`. `name` is the strategy's label, `deployment` where it runs.
     """
 
     name: str
     capacity_tokens: int
     step: StepTime
+    prefill_cast: StepTime | None = None
+    chunk_tokens: int = 2048
+    deployment: Deployment | None = None
 
     def running(self, concurrency: int, context: int) -> int:
         """How many of `concurrency` requests of `context` live tokens fit at once."""
@@ -41,7 +48,7 @@ class Point(NamedTuple):
     queued: int  # of the concurrency, those that find no room
     step_ms: float  # TPOT of those that run
     tokens_per_s: float  # of all of them
-    provenance: str
+    provenance: Provenance
 
     @property
     def tokens_per_s_per_user(self) -> float:
@@ -80,14 +87,19 @@ def loop_tokens_per_s(
     """Output tokens/s of a closed loop of equal requests, prefill counted.
 
     A request takes prompt / prefill rate of the engine's time for itself, and shares output - 1
-    steps with the others that run, at prompt + output / 2 live tokens each on average.
+    steps with the others that run, at prompt + output / 2 live tokens each on average. Prompts are
+    prefilled together, `chunk_tokens` at a time, and each time pays the prefill's cast.
     """
     context = prompt_tokens + output_tokens / 2
     running = min(concurrency, int(contender.capacity_tokens // context))
     if not running:
         return 0.0
     decode_s = (output_tokens - 1) * contender.step(running, round(running * context)) / 1000
-    return running * output_tokens / (running * prompt_tokens / prefill_tokens_per_s + decode_s)
+    prefill_s = running * prompt_tokens / prefill_tokens_per_s
+    if contender.prefill_cast:
+        passes = ceil(running * prompt_tokens / contender.chunk_tokens)
+        prefill_s += passes * contender.prefill_cast(1, prompt_tokens) / 1000
+    return running * output_tokens / (prefill_s + decode_s)
 
 
 class Cell(NamedTuple):

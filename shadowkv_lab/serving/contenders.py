@@ -1,185 +1,158 @@
-"""Strategies on a card as contenders: capacity from the budget, step from the prediction."""
+"""A deployment's strategies as contenders: capacity and step are read off it."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
-from shadowkv_lab import facts, machine
-from shadowkv_lab.budget import budget
-from shadowkv_lab.deployment import Deployment, Setting, deployment, published_deployment
-from shadowkv_lab.errors import CannotRun, DoesNotFit, NoAnswer, UnknownName
-from shadowkv_lab.model import Model, load_model
+from shadowkv_lab import facts
+from shadowkv_lab.deployment import Deployment, deployment, published_deployment
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
+from shadowkv_lab.load import Load
+from shadowkv_lab.machine import Card
+from shadowkv_lab.model import Model
+from shadowkv_lab.provenance import Provenance, assumed, published
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Contender
-from shadowkv_lab.serving.simulate import Engine
-from shadowkv_lab.serving.steps import StepTime, piecewise
-from shadowkv_lab.steps.predict import StepTime as Prediction
-from shadowkv_lab.steps.predict import step_time
-from shadowkv_lab.steps.rest import Rest, rest_from
+from shadowkv_lab.serving.lines import StepTime
+from shadowkv_lab.serving.simulate import PREFILL_SOURCE, Engine, simulate
+from shadowkv_lab.serving.traffic import Traffic
+from shadowkv_lab.steps.answer import anchored
+from shadowkv_lab.steps.fit import fit
+from shadowkv_lab.steps.predict import predict_at
+from shadowkv_lab.steps.rest import Rest
+from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
 
 WANTED = ("full_cast", "bf16_pool", "shadow", "fused_fp8")
-# Whole steps of one stream that were published: what is left beside the attention is a rest.
-ANCHORS = {
-    "case": "the case: GLM-5 on 8x RTX PRO 6000, full cast, 95.6 ms",
-    "rtx6kpro": "rtx6kpro: GLM-5 on 8x RTX PRO 6000, BF16 pool, about 51 tok/s",
-    "sglang-35291": "sglang #35291: DeepSeek-R1 on 8x H200, BF16 pool, 17.2 ms",
-}
 KNOTS = 13  # of a predicted step, over live tokens, evenly in their logarithm
 
 
-@dataclass(frozen=True)
-class ByBytes:
-    """A step as bytes over bandwidth, where no recorded run says more: assumed.
+def reported_or_derived(
+    model: "Model | str" = "glm-5", card: "Card | str" = "rtx-pro-6000-server", **options
+) -> Deployment:
+    """The GLM-5 report's deployment for its own model, cards and spread; else `deployment`'s.
 
-    `cast_gb_per_s` is the speed of the cast's kernel, `gb_per_s` of everything else.
+    `options` are those of `deployment`; with a memory size among them, nothing is the report's.
     """
-
-    strategy: Strategy
-    model: Model
-    pool_tokens: int
-    gb_per_s: float
-    cast_gb_per_s: float
-    rest: Rest
-    provenance: str = "assumed"
-
-    def __call__(self, running: int, live_tokens: float) -> float:
-        ms = self.rest(running)
-        for strategy, count in Counter(map(self.strategy.at, range(self.model.layers))).items():
-            moves = strategy.moves(self.model, self.pool_tokens, live_tokens, running)
-            ms += count * moves.cast_bytes / self.cast_gb_per_s / 1e6
-            ms += count * (moves.attention_bytes + moves.write_bytes) / self.gb_per_s / 1e6
-        return ms
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """`predict`'s step asked point by point, and with few knots where lines are wanted."""
-
-    step: Prediction
-    provenance: str
-
-    def __call__(self, running: int, live_tokens: float) -> float:
-        rest = self.step.rest(running) if self.step.rest else 0.0
-        return rest + self.step.at(running, live_tokens).ms
-
-    def knots(self, running: int) -> tuple[list[float], list[float]]:
-        # Whole tokens a request: a prediction checks that they fit.
-        each = min(self.step.pool_tokens // running, self.step.setting.model.max_positions)
-        live = running * np.unique(np.geomspace(1, max(1, each), KNOTS).round())
-        return live.tolist(), [self(running, at) for at in live.tolist()]
-
-
-def anchored_rest(
-    anchor: str, geometry: Model, card: machine.Card, tensor_parallel: int = 8
-) -> Rest:
-    """The rest of a step by running requests, from one of `ANCHORS`: always assumed.
-
-    One stream's whole step less its strategy's own, on the machine and model that it was seen
-    on; `rest_from` says how it grows with the requests on `card`.
-    """
-    if anchor not in ANCHORS:
-        raise UnknownName("anchor of the rest", anchor, ANCHORS)
-    case, seen = (facts.find("published", "published result", name) for name in ("case", anchor))
-    strategy, pool = parse("bf16_pool"), case["pool_tokens"] // 2
-    if anchor == "case":
-        strategy, pool, tpot_ms = parse("full_cast"), case["pool_tokens"], case["before"]["tpot_ms"]
-    elif anchor == "rtx6kpro":
-        tpot_ms = 1000 / (sum(seen["tokens_per_s"]) / len(seen["tokens_per_s"]))
-    else:
-        pool, tpot_ms = seen["bf16_pool"]["pool_tokens"], seen["bf16_pool"]["step_ms"]
-    # Which of the two cards the case has is not reported; the slower leaves the smaller rest.
-    gpu = seen.get("gpu", case["gpu"])
-    there = machine.card(gpu if isinstance(gpu, str) else gpu[-1])
-    model = load_model(seen["model"])
-    bare = _step(strategy, model, there, pool, Rest(0.0, experts=0), model.heads_per_gpu(8))
-    step_ms = bare(1, case["default_context"])
-    return rest_from(tpot_ms, step_ms, geometry, card, tensor_parallel=tensor_parallel)
+    options = {name: value for name, value in options.items() if value is not None}
+    made, report = deployment(model, card, **options), published_deployment("case")
+    if options.keys() & {"kv_gib", "weights_gib", "pool_tokens"}:
+        return made
+    cards = facts.find("published", "published result", "case")["gpu"]
+    spread = (made.model, made.tensor_parallel, made.gpus, made.layout, made.engine)
+    if made.card.name not in cards or spread != (
+        report.model,
+        report.tensor_parallel,
+        report.gpus,
+        report.layout,
+        report.engine,
+    ):
+        return made
+    return published_deployment("case", made.card, **options)
 
 
 def contenders(
-    model: "str | Model" = "glm-5",
-    card: str = "rtx-pro-6000-server",
+    deployment: Deployment,
     strategies: "Sequence[str | Strategy] | None" = None,
     *,
     anchor: str = "case",
     rest: Rest | None = None,
-    kv_gib: float | None = None,
-    weights_gib: float | None = None,
-    tensor_parallel: int = 8,
-    **options,
 ) -> list[Contender]:
-    """Each strategy with its capacity on this card and its step.
+    """Each strategy with its capacity in a deployment and its step; all DP ranks together.
 
-    Raises `DoesNotFit`, and `CannotRun` for a strategy that no kernel serves there.
-
-    `rest` is your own; else `anchor` names a published one. `kv_gib` is a log's KV size; without
-    it the GLM-5 report's model, spread and card have its 25.49 GiB, and others what the engine's
-    rule leaves. `options` are those of `deployment`. Where no recorded run bears on a
-    strategy, its step is `ByBytes`.
+    `rest` is your own; else `anchor` names a published one of `steps.answer`. Ranks of DP attention
+    count as one pool of their tokens: their requests are taken as evenly spread. Raises
+    `DoesNotFit`, `NoAnswer` where the deployment's memory is not known, and `CannotRun` for a named
+    strategy that cannot run there; without names, those that cannot are left out.
     """
-    at = deployment(
-        model,
-        card,
-        tensor_parallel=tensor_parallel,
-        kv_gib=kv_gib,
-        weights_gib=weights_gib,
-        **options,
-    )
-    if kv_gib is None and weights_gib is None and _of_the_report(at):
-        at = published_deployment("case", at.card, **options)
-    geometry, card, heads = at.model, at.card, at.heads
     chosen = [parse(s) for s in strategies or [s for s in WANTED if s in STRATEGIES]]
-    plan = budget(at, strategies=chosen)
-    if strategies and plan.refused:
-        refused = plan.refused[0]
-        raise CannotRun(
-            f"{refused.strategy.title} on {card.title}: {refused.verdict.reason}",
-            remedy="Leave it out",
-        )
-    able = {c.strategy.label for c in plan.capacities}
-    rest = rest or anchored_rest(anchor, geometry, card, tensor_parallel)
-    return [
-        Contender(
-            s.label, plan.of(s).tokens, _step(s, geometry, card, plan.of(s).tokens, rest, heads)
-        )
-        for s in chosen
-        if s.label in able
-    ]
+    verdicts = {s: can_run(s, deployment) for s in chosen}
+    for s, verdict in verdicts.items():
+        if strategies and not verdict:
+            raise CannotRun(f"{s.title} in {deployment}: {verdict.reason}", remedy="Leave it out")
+    rest = rest or anchored(anchor, deployment)
+    return [_contender(s, deployment, rest) for s in chosen if verdicts[s]]
 
 
-def _of_the_report(at: Deployment) -> bool:
-    """Whether this is the GLM-5 report's model, on one of its cards, spread as it was."""
-    report = published_deployment("case")
-    known = facts.find("published", "published result", "case")["gpu"]
-    same = at.model == report.model and at.tensor_parallel == report.tensor_parallel
-    return same and at.card.name in known and at.gpus == report.gpus
-
-
-def _step(strategy, geometry, card, tokens, rest, heads) -> StepTime:
-    """Predicted where recorded runs bear on it, by bytes where none does."""
-    if not tokens:
+def _contender(strategy: Strategy, deployment: Deployment, rest: Rest) -> Contender:
+    rows = deployment.rows(strategy)
+    if not rows:
         raise DoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
-    predicted = step_time(strategy, Setting(geometry, heads, tokens), card.name, rest=rest)
+    tokens = deployment.tokens(strategy) * deployment.data_parallel
+    most, fitted = deployment.model.max_positions, fit()
+
+    def step(running: int, live_tokens: float) -> Step:
+        load = deployment.share(Load(running, live_tokens / running))
+        # Ranks that hold a request more than others hold shorter ones.
+        load = replace(load, context=min(load.context, rows // load.concurrency))
+        setting = replace(deployment.setting(pool_tokens=rows), load=load)
+        return predict_at(strategy, setting, deployment.card, fitted=fitted)
+
+    def knots(running: int) -> list[float]:
+        # Whole tokens per request: a prediction checks that they fit.
+        each = max(1, min(tokens // running, most))
+        return (running * np.unique(np.geomspace(1, each, KNOTS).round())).tolist()
+
     many = min(64, tokens)
-    each = min(tokens // many, geometry.max_positions)
-    try:
-        ends = [predicted.at(1, min(1024, tokens)), predicted.at(many, many * each)]
-    except NoAnswer:
-        cast = _cast_gb_per_s(card)
-        return ByBytes(strategy, geometry, tokens, card.bandwidth_gb_per_s, cast, rest)
-    return Predicted(predicted, str(sum([*(p.provenance for p in ends), rest.provenance])))
-
-
-def _cast_gb_per_s(card: machine.Card) -> float:
-    """torch's copy kernel at the case's own speed, 1.03 TB/s: it is not bound by memory."""
-    case = facts.find("published", "published result", "case")
-    moves = parse("full_cast").step_moves(load_model(case["model"]), case["pool_tokens"], 0, 0)
-    return min(moves.cast_bytes / case["cast_ms"] / 1e6, card.bandwidth_gb_per_s)
+    seen = [step(1, min(1024, tokens, most)), step(many, many * min(tokens // many, most))]
+    known = sum(s.provenance for s in seen) + rest.provenance
+    time = StepTime(lambda running, live: rest(running) + step(running, live).ms, known, knots)
+    cast = None
+    if seen[1]["cast"].bytes and deployment.engine == "sglang":
+        cast = StepTime(lambda _, read: step(1, min(read, tokens, most))["cast"].ms, known)
+    return Contender(strategy.label, tokens, time, cast, chunk_tokens(deployment), deployment)
 
 
 def engine(contender: Contender, **options) -> Engine:
-    """A contender's server; `options` are `Engine`'s, such as page_tokens or max_running."""
-    lines = piecewise(contender.step, contender.capacity_tokens)
-    return Engine(contender.capacity_tokens, lines, contender.name, **options)
+    """A contender's server as its deployment runs it; `options` are `Engine`'s."""
+    there = contender.deployment
+    if there is None:
+        raise OutOfRange(f"{contender.name} without its deployment", "one of `contenders`")
+    rate, known = prefill(there)
+    found = dict(
+        label=contender.name,
+        policy=there.engine,
+        page_size=there.page_size,
+        chunk_tokens=contender.chunk_tokens,
+        prefill_tokens_per_s=rate,
+        prefill=known,
+        prefill_cast=contender.prefill_cast,
+    )
+    return Engine(contender.capacity_tokens, contender.step, **found | options)
+
+
+def chunk_tokens(deployment: Deployment) -> int:
+    """Prompt tokens of a step: vLLM's max_num_batched_tokens, SGLang's choice by the card."""
+    if deployment.engine == "vllm":
+        return 2048
+    gib = deployment.card.memory_mib / 1024
+    return 4096 if gib < 60 else 8192 if gib < 160 else 16_384
+
+
+def prefill(deployment: Deployment) -> tuple[float, Provenance]:
+    """Prefilled tokens/s of a server, and where that comes from: published for one machine only."""
+    seen = facts.find("published", "published result", "rtx6kpro")
+    there = published_deployment("rtx6kpro")
+    rate = float(seen["prefill_tokens_per_s"])
+    if deployment.card.name in seen["gpu"] and (deployment.model, deployment.gpus) == (
+        there.model,
+        there.gpus,
+    ):
+        return rate, published(seen["prefill_note"], facts.source(seen))
+    return rate, assumed(f"not known for {deployment}, so as {PREFILL_SOURCE}")
+
+
+def over_rates(
+    contenders: Sequence[Contender], traffic: Traffic, rates: Sequence[float], **options
+) -> list[dict]:
+    """`Results.summary` of each contender at each multiple of the traffic's rate.
+
+    `options` are `Engine`'s. Rates that prefill cannot serve are overload, and are served late.
+    """
+    return [
+        {"rate": rate} | simulate(engine(c, **options), load, overload=True).summary()
+        for rate in rates
+        for load in [traffic.scaled(rate=rate)]
+        for c in contenders
+    ]

@@ -1,6 +1,6 @@
 """Who asks for how much, and when: closed loop, Poisson, bursts; traces come from `traces`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -23,8 +23,10 @@ class Demand(NamedTuple):
 class Traffic:
     """Requests in the order of arrival. Raises `BadFile` for times or lengths that cannot be.
 
-    `arrival_s` are seconds from the start. With `concurrency` the loop is closed: so many
+    `arrival_s` are seconds from the start. With `concurrency` the loop is closed: that many
     requests are under way, and the next is sent when one ends; `arrival_s` is not used then.
+    `blocks` are hashes of each prompt's full blocks of `block_tokens`, where it is known which
+    prompts begin alike: equal hashes mean that all the text up to there is equal.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Traffic:
     output_tokens: np.ndarray  # [N] int64, 1 or more
     concurrency: int | None = None
     source: str = "assumed"
+    blocks: Sequence[Sequence[int]] | None = None
+    block_tokens: int = 0
 
     def __post_init__(self):
         count = len(self.arrival_s)
@@ -80,8 +84,14 @@ class Traffic:
         )
         name = f"{self.name}, rate x {rate:.3g}" if rate != 1 else self.name
         name += f", length x {length:.3g}" if length != 1 else ""
+        blocks = self.blocks
+        if blocks and length < 1:  # a shorter prompt has fewer whole blocks
+            blocks = [
+                b[: p // self.block_tokens] for b, p in zip(blocks, prompt.tolist(), strict=True)
+            ]
         return replace(
             self,
+            blocks=blocks,
             name=name,
             arrival_s=self.arrival_s / rate,
             prompt_tokens=prompt,
@@ -179,15 +189,20 @@ def bursts(
     requests_per_s: float, cv: float, requests: int, lengths: Lengths, seed: int = 0
 ) -> Traffic:
     """Gamma-distributed gaps, standard deviation `cv` times their mean: 1 is Poisson, 3 bursty."""
+    rng = np.random.default_rng(seed)
+    prompt, output = lengths.draw(requests, rng)
+    arrival_s = gaps(requests_per_s, cv, requests, rng).cumsum()
+    kind = "Poisson" if cv == 1 else f"bursts (cv {cv:g})"
+    name = f"{kind}, {requests_per_s:.3g} requests/s, {lengths.title or 'drawn lengths'}"
+    return Traffic(name, arrival_s, prompt, output, None, lengths.source)
+
+
+def gaps(requests_per_s: float, cv: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    """[count] seconds between arrivals, gamma-distributed with a coefficient of variation `cv`."""
     if not (0 < requests_per_s < np.inf):
         raise OutOfRange(f"{requests_per_s} requests/s", "a rate above 0")
     if not (0 < cv < np.inf):
         raise OutOfRange(
             f"Gaps that vary by {cv}", "a coefficient of variation above 0; 1 is Poisson"
         )
-    rng = np.random.default_rng(seed)
-    prompt, output = lengths.draw(requests, rng)
-    gaps = rng.gamma(1 / cv**2, cv**2 / requests_per_s, requests)
-    kind = "Poisson" if cv == 1 else f"bursts (cv {cv:g})"
-    name = f"{kind}, {requests_per_s:.3g} requests/s, {lengths.title or 'drawn lengths'}"
-    return Traffic(name, np.cumsum(gaps), prompt, output, None, lengths.source)
+    return rng.gamma(1 / cv**2, cv**2 / requests_per_s, count)

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ STORAGE = {torch.bfloat16: "bf16", torch.float32: "f32"}
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 Progress = Callable[[str, float], None]
 log = logging.getLogger("shadowkv_lab.sources")
+
+
+WATCHING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,12 @@ class _Tap:
 
     @contextmanager
     def installed(self, model: torch.nn.Module):
-        """Watch a model's attention for as long as the context lasts."""
+        """Watch a model's attention for as long as the context lasts, one model at a time: the
+        function that is watched is transformers', the whole process's."""
+        with WATCHING:
+            yield from self._watched(model)
+
+    def _watched(self, model: torch.nn.Module):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         original = ALL_ATTENTION_FUNCTIONS["sdpa"]

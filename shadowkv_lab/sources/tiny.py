@@ -52,8 +52,8 @@ CONFIG = dict(
 )
 
 
-def build(seed: int = 0, dtype: torch.dtype = torch.bfloat16):
-    """The model, in eval mode."""
+def build(seed: int = 0, dtype: torch.dtype = torch.bfloat16, outliers: float = 1.0):
+    """The model, in eval mode; `outliers` is the strength of the planted ones, 0 for none."""
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
     torch.manual_seed(seed)
@@ -65,15 +65,16 @@ def build(seed: int = 0, dtype: torch.dtype = torch.bfloat16):
             if name.endswith("embed_tokens.weight"):
                 weight.normal_()
         for layer in model.model.layers:
-            _plant(layer.self_attn)
+            _plant(layer.self_attn, outliers)
     return model.to(dtype)
 
 
-def _plant(attention) -> None:
+def _plant(attention, outliers: float) -> None:
     gains = (torch.randn(attention.kv_lora_rank) * SPREAD).exp()
     order = torch.randperm(attention.kv_lora_rank)
     gains[order[:CLIPPED]] = CLIPPED_GAIN
     gains[order[CLIPPED : CLIPPED + FLUSHED]] = FLUSHED_GAIN
+    gains = gains**outliers
     attention.kv_a_layernorm.weight.mul_(gains)
     attention.kv_b_proj.weight.div_(gains)
     attention.q_b_proj.weight.mul_(2.0)  # scores spread over a few nats, as in a trained model
@@ -95,12 +96,14 @@ def write_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def write(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+def write(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, outliers: float = 1.0
+) -> Path:
     """Write the checkpoint, its index, its tokenizer, and the mark that it is random."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = build(seed, dtype)
+    model = build(seed, dtype, outliers)
     size = sum(p.nbytes for p in model.parameters())
     model.save_pretrained(directory, max_shard_size=size // SHARDS)
     write_tokenizer(directory)

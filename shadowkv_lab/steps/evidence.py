@@ -230,6 +230,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
         layers, R = s.setting.model.layers, s.setting.load.new_tokens
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
+        full = s.setting.load.live_tokens >= s.setting.pool_tokens
         for p in s.phases:
             if p.curve is None or p.ms <= 0:
                 continue
@@ -241,8 +242,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 s.card,
                 s.setting.heads if attention else 0,
                 s.setting.page_size if attention else 0,
-                # Scratch of the live rows alone is read row by row.
-                bool(attention and cast_ms and s["cast"].bytes <= 3 * p.bytes),
+                # Scratch of the live rows alone, and not of a whole pool, is read row by row.
+                bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
             )
             ms = p.ms + (gaps_ms if attention else 0.0)
             found.append(

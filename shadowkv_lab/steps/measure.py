@@ -16,7 +16,7 @@ from shadowkv_lab.sources import synthetic
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps import timing
 from shadowkv_lab.steps.step import Phase, Step
-from shadowkv_lab.strategies import Strategy
+from shadowkv_lab.strategies import Strategy, parse
 from shadowkv_lab.strategies.check import output_error, require_right
 from shadowkv_lab.strategies.step import PHASES, DecodeStep
 
@@ -95,6 +95,25 @@ def measure(
         del pool
         release(bench.device)
     bench.progress("done", 1.0)
+
+
+def measure_step(
+    strategy: "Strategy | str", setting: Setting, device: "str | torch.device | None" = None
+) -> Step:
+    """One strategy's step at one setting, measured on this machine and checked against float64.
+
+    A CUDA graph's replay on a GPU, eager on a CPU. Raises what `measure` does.
+    """
+    bench = Bench(
+        setting.model,
+        setting.heads,
+        machine.as_device(device),
+        page_size=setting.page_size,
+        order=setting.order,
+        modes=("graph",),
+    )
+    load = setting.load.concurrency, int(setting.load.context)
+    return next(measure(bench, [parse(strategy)], [setting.pool_tokens], [load]))
 
 
 def _fitting(bench: Bench, P: int, loads: Sequence[tuple[int, int]], many_pools: bool):

@@ -1,22 +1,20 @@
 """Step time of a strategy on a GPU: bytes over fitted bandwidth, phase by phase."""
 
-from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field, replace
-
-import numpy as np
+from dataclasses import replace
 
 from shadowkv_lab import machine
-from shadowkv_lab.deployment import Setting, deployment
+from shadowkv_lab.deployment import Deployment, Setting
+from shadowkv_lab.deployment import deployment as make_deployment
+from shadowkv_lab.errors import CannotRun, OutOfRange
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
-from shadowkv_lab.provenance import Provenance, calibrated
+from shadowkv_lab.provenance import calibrated
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.steps.evidence import WITH_WRITE
 from shadowkv_lab.steps.fit import Answer, Fit, fit
-from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import PHASES, Phase, Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
 
@@ -63,6 +61,35 @@ def predict_at(
     )
 
 
+def predict(
+    strategy: "Strategy | str",
+    deployment: Deployment,
+    load: Load | None = None,
+    *,
+    pool_tokens: int | None = None,
+    backend: str | None = None,
+    mode: str = "graph",
+    fitted: Fit | None = None,
+) -> Step:
+    """One GPU's step of a strategy in a deployment, for a load of the whole server.
+
+    `pool_tokens` are the slots of the pool; without them those that the strategy has in the
+    deployment's memory. `backend` names a recorded or published attention kernel, and then
+    answers also where no backend of the strategy can run. Raises `CannotRun` with the rules'
+    reason, and what `predict_at` does.
+    """
+    strategy = parse(strategy)
+    verdict = can_run(strategy, deployment)
+    if not verdict and backend is None:
+        raise CannotRun(
+            f"{strategy.tag.title} in {deployment}: {verdict.reason}",
+            remedy="Choose another strategy, card or layout",
+        )
+    P = deployment.rows(strategy) if pool_tokens is None else pool_tokens
+    setting = deployment.setting(load, P)
+    return predict_at(strategy, setting, deployment.card, backend=backend, mode=mode, fitted=fitted)
+
+
 def at(
     model: "Model | str",
     pool_tokens: int,
@@ -70,9 +97,20 @@ def at(
     context: float = 1024,
     heads: int | None = None,
 ) -> Setting:
-    """A setting from names; `heads` are by default those of one of eight GPUs."""
+    """A setting from names; `heads` are by default those of one of eight GPUs.
+
+    Raises `OutOfRange` for a model whose heads eight GPUs cannot share.
+    """
     model = load_model(model)
-    heads = heads or model.heads_per_gpu(8 if model.heads % 8 == 0 else 1)
+    if heads is None and model.heads % 8:
+        raise OutOfRange(
+            f"8 GPUs cannot share the {model.heads} heads of {model.name}",
+            f"heads per GPU from 1 to {model.heads}",
+            "Say how many one GPU has: --heads",
+        )
+    heads = model.heads // 8 if heads is None else heads
+    if heads < 1:
+        raise OutOfRange(f"{heads} heads per GPU", "1 or more")
     return Setting(model, heads, pool_tokens, Load(concurrency, context))
 
 
@@ -199,70 +237,8 @@ def predict_all(setting: Setting, card: "Card | str", **options) -> list[Step]:
     chosen = [kind() for kind in STRATEGIES.values()]
     if (name := _name(card)) in machine.known_cards():
         spread = setting.model.heads // setting.heads
-        there = deployment(setting.model, name, tensor_parallel=spread, page_size=setting.page_size)
+        there = make_deployment(
+            setting.model, name, tensor_parallel=spread, page_size=setting.page_size
+        )
         chosen = [s for s in chosen if can_run(s, there)]
     return [predict_at(s, setting, card, **options) for s in chosen]
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """`(running, live_tokens) -> ms`: one strategy's step, and the rest where one is given.
-
-    For a simulation: for each request count, piecewise linear in the live tokens, between the
-    knots that `knots(running)` returns; a call costs a bisection. The setting's pool is the
-    capacity; its load is not used.
-    """
-
-    strategy: Strategy
-    setting: Setting
-    card: "Card | str"
-    fitted: Fit
-    rest: Rest | None = None
-    _tables: dict = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.setting.pool_tokens
-
-    def knots(self, running: int) -> tuple[list[float], list[float]]:
-        """Live tokens (from one per request to the pool), and the whole step's ms at each."""
-        if running not in self._tables:
-            longest = running * self.setting.model.max_positions
-            top = max(running, min(self.pool_tokens, longest))
-            live = np.unique(np.geomspace(running, top, 49).clip(running, top))
-            rest = self.rest(running) if self.rest else 0.0
-            times = [rest + self.at(running, L).ms for L in live]
-            self._tables[running] = (live.tolist(), times)
-        return self._tables[running]
-
-    def at(self, running: int, live_tokens: float) -> Step:
-        """The strategy's step alone, phase by phase, with provenances."""
-        load = Load(running, live_tokens / running)
-        here = replace(self.setting, load=load)
-        return predict_at(self.strategy, here, self.card, fitted=self.fitted)
-
-    def __call__(self, running: int, live_tokens: float) -> float:
-        live, times = self.knots(running)
-        if len(live) == 1:
-            return times[0]
-        i = min(max(bisect_right(live, live_tokens), 1), len(live) - 1)
-        slope = (times[i] - times[i - 1]) / (live[i] - live[i - 1])
-        return times[i - 1] + slope * (live_tokens - live[i - 1])
-
-    @property
-    def provenance(self) -> Provenance:
-        """The weakest provenance over one request and a full pool, rest included."""
-        step = self.at(1, min(1024, self.pool_tokens)).provenance
-        return step + self.rest.provenance if self.rest else step
-
-
-def step_time(
-    strategy: "Strategy | str",
-    setting: Setting,
-    card: "Card | str",
-    *,
-    rest: Rest | None = None,
-    fitted: Fit | None = None,
-) -> StepTime:
-    """A `StepTime` from names; fits data/runs if no fit is given."""
-    return StepTime(parse(strategy), setting, card, fitted or fit(), rest)

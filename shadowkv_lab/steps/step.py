@@ -241,15 +241,10 @@ def append(path: str | Path, step: Step) -> None:
 def to_dict(step: Step) -> dict:
     """A step as JSON values, as a record file keeps it: without what is a default."""
     without = {"phases": {"__all__": {"provenance"}}, "setting": {"model": {"source"}}}
-    entry = _adapter().dump_python(step, mode="json", exclude=without, exclude_defaults=True)
+    entry = files.reader(Step).dump_python(
+        step, mode="json", exclude=without, exclude_defaults=True
+    )
     return {"schema": SCHEMA, **entry}
-
-
-@cache
-def _adapter():
-    from pydantic import TypeAdapter  # 50 ms, which an import of the lab need not take
-
-    return TypeAdapter(Step)
 
 
 def read(path: str | Path) -> list[Step]:

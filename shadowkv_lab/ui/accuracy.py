@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Annotated
 
+import pandas as pd
 import plotly.graph_objects as go
 import torch
 
-from shadowkv_lab.accuracy import STORAGES, AttentionError, ModelError, StorageError
+from shadowkv_lab.accuracy import STORAGES, AttentionError, ModelError, StorageError, planted
 from shadowkv_lab.model import Model
 from shadowkv_lab.sources.poolfile import PoolFile
 from shadowkv_lab.ui import charts
+from shadowkv_lab.ui.app import View
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Slider
 
 # A storage has the colour of the strategy that keeps it; those that none keeps are not a
 # strategy's.
@@ -209,3 +214,44 @@ def model_bars(errors: Sequence[ModelError], geometry: Model, data: str) -> go.F
         xaxis={"range": [0, 1500]},
         yaxis=POWERS,
     )
+
+
+def storage_bars(errors: Sequence[StorageError], outliers: float) -> go.Figure:
+    """Relative error of a latent row per storage, a mean over layers, at one outlier strength."""
+    latent = [e for e in errors if e.part == "latent"]
+    names = list(dict.fromkeys(e.storage for e in latent))
+    values = {n: _mean(latent, n, lambda e: e.relative_l2) for n in names}
+    heading = (
+        f"At scale 1.0 FP8 rows are off by {values['fp8']:.1%};<br>a scale per 128 values leaves "
+        f"{values['packed']:.2%}"
+    )
+    bars = {
+        "type": "bar",
+        "orientation": "h",
+        "y": [STORAGES[n].title for n in names],
+        "x": [values[n] for n in names],
+        "text": [f"{values[n]:.2%}" for n in names],
+        "textposition": "outside",
+        "cliponaxis": False,
+        "marker": {"color": [COLOURS[n] for n in names]},
+        "showlegend": False,
+    }
+    data = f"tiny GLM-5, random weights, planted outliers at strength {outliers:g}: not a model"
+    axis = {"range": [0, 1.25 * max(values.values())], "tickformat": ".0%"}
+    return _figure(heading, data, [bars], "relative L2 error of a latent row", xaxis=axis)
+
+
+@application("shadowkv_lab.ui.accuracy.outliers_app", columns=1, slow=lambda settings: True)
+def outliers_view(
+    outliers: Annotated[
+        float, Slider("planted outliers", values=(0.0, 0.25, 0.5, 0.75, 1.0), unit="of full")
+    ] = 1.0,
+) -> View:
+    """What planted outliers do to each storage's rows; at 0 there are none."""
+    errors = planted(outliers)
+    table = pd.DataFrame(errors)
+    note = "Random weights: this shows the arithmetic, and cannot choose a storage."
+    return View([storage_bars(errors, outliers)], note, table)
+
+
+outliers_app = outliers_view.app

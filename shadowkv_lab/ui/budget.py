@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.budget import Budget, budget
-from shadowkv_lab.deployment import GIB, Deployment, deployment, published_deployment
+from shadowkv_lab.deployment import GIB, Deployment, checked, deployment, published_deployment
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
@@ -180,7 +180,7 @@ def _as_typed(at: Deployment, typed: dict[str, float]) -> Deployment:
     if "kv_gib" in typed:
         given["kv_gib"] = said
         at = replace(at, kv_gib=typed["kv_gib"] or None, pool_tokens=None)
-    return replace(at, given=given)
+    return checked(replace(at, given=given))
 
 
 @application("shadowkv_lab.budget_app", changed=follow)

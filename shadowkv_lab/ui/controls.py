@@ -113,8 +113,9 @@ class Slider(Control):
     def _more(self, value, settings):
         values = list(_options(self.values, settings))
         whole = all(isinstance(v, int) for v in values)
-        if not _is_number(value, whole) or not 0 < value < 1e15:
-            allowed = f"{'whole ' if whole else ''}{self.unit} above 0"
+        zero = 0 in values
+        if not _is_number(value, whole) or not (0 < value < 1e15 or (value == 0 and zero)):
+            allowed = f"{'whole ' if whole else ''}{self.unit} {'from' if zero else 'above'} 0"
             raise OutOfRange(f"{self.label} of {value!r}", allowed)
         form = "{:,}" if whole else "{:g}"
         options = [(f"{form.format(v)} {self.unit}", v) for v in sorted({*values, value})]

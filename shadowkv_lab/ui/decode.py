@@ -8,10 +8,9 @@ from typing import Annotated
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-import pydantic.type_adapter  # noqa: F401  (recorded steps are read with it: 40 ms, here once)
 import torch
 
-from shadowkv_lab import facts, machine
+from shadowkv_lab import facts, files, machine
 from shadowkv_lab.errors import NoAnswer, OutOfRange
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.steps import measure as measuring
@@ -24,6 +23,7 @@ from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, models, named, powers
 from shadowkv_lab.ui.plots import Figures
 
+files.reader(Step)  # built when the lab is imported, not in its first view: 50 ms
 HEADS = (8, 16, 32, 64, 128)
 SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds

@@ -8,13 +8,12 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import machine
-from shadowkv_lab.deployment import published_deployment
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.model import load_model
-from shadowkv_lab.provenance import Kind
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Cell, Contender, by_pair, crossovers, point, winner_map
-from shadowkv_lab.serving.contenders import ANCHORS, WANTED, contenders
+from shadowkv_lab.serving.contenders import WANTED, contenders, reported_or_derived
+from shadowkv_lab.steps.answer import ANCHORS
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
@@ -27,7 +26,7 @@ CONTEXTS = tuple(powers(1024, 131_072))
 
 def weakest(found: Sequence[Contender]) -> str:
     """The weakest provenance among the steps."""
-    return max(Kind(str(c.step.provenance)) for c in found).value
+    return str(sum(c.step.provenance for c in found))
 
 
 def source_of(found: Sequence[Contender]) -> str:
@@ -222,13 +221,12 @@ def asked(model: str, gpu: str, rest: str, strategies: Sequence[str]) -> list[Co
     """The contenders that the controls ask for."""
     if not strategies:
         raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
-    return contenders(model, gpu, strategies, anchor=rest)
+    return contenders(reported_or_derived(model, gpu), strategies, anchor=rest)
 
 
-def note(rest: str, gpu: str, found: Sequence[Contender]) -> str:
+def note(rest: str, found: Sequence[Contender]) -> str:
     """What the verdict rests on, in words."""
-    at = published_deployment("case", gpu)
-    anew = any(can_run(parse(c.name), at).untried for c in found)
+    anew = any(can_run(parse(c.name), c.deployment).untried for c in found)
     kept = ", ".join(f"{charts.tag(c.name).title} {c.capacity_tokens:,}" for c in found)
     return (
         f"<b>{source_of(found)}</b>: the rest at many requests was never measured; it "
@@ -266,7 +264,7 @@ def load_view(
         }
         for c in found
     ]
-    return View(figures, note(rest, gpu, found), pd.DataFrame(rows))
+    return View(figures, note(rest, found), pd.DataFrame(rows))
 
 
 loads = load_view.app

@@ -297,7 +297,7 @@ def traffic_view(
     else:
         second = attainment(found, drawn, RATES, work=work)
     refused = [line for run in runs for line in run.refusals()]
-    note = f"{serving.note(rest, gpu, found)}; prefill: {PREFILL_SOURCE}, assumed here"
+    note = f"{serving.note(rest, found)}; prefill: {PREFILL_SOURCE}, assumed here"
     note += f"; lengths: {drawn.source}"
     if refused:
         note += f"; refused: {len(refused)}, such as {refused[0]}"

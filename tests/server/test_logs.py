@@ -231,6 +231,14 @@ def test_an_unknown_name_whose_size_does_not_fit_is_another_model_s(name):
         read(text, "glm-5")
 
 
+def test_a_hub_name_of_another_model_is_refused_without_a_size_too():
+    text = "INFO 02-01 10:05:10 [core.py:77] Initializing a V1 LLM engine (v0.11.0) with config: "
+    text += "model='meta-llama/Llama-3.1-70B', kv_cache_dtype=auto\n" + VLLM.splitlines()[1] + "\n"
+    for model in ("glm-5", None):
+        with pytest.raises(BadFile, match=r"Llama-3.1-70B, not of .*glm-5"):
+            read(text, model)
+
+
 def test_a_local_path_is_no_other_model():
     text = SGLANG.replace("GLM-5-NVFP4", "/models/checkpoint-7")
     assert from_log(text, "glm-5", "rtx-pro-6000-server").rows() == 495_616
@@ -345,6 +353,31 @@ def test_vllm_s_workers(worker):
     log = parse("\n".join(f"{worker} {line}" for line in VLLM.splitlines()) + "\n")
     assert (log.weights_gib, log.kv_gib, log.reported_tokens) == (57.06, 25.49, 396_288)
     assert log.starts == 1
+
+
+def test_heads_of_other_kinds():
+    size = 100_001 * 61 * 1152 / GIB
+    line = f"KV Cache is allocated. #tokens: 100000, KV size: {size:.2f} GB"
+    for text in (
+        f"[gpu=0] Load weight end. dtype=torch.bfloat16, avail mem=50.00 GB\n[gpu=0] {line}\n",
+        f'{{"log":"[2026-02-01 10:05:15 TP3] {line}\\n","stream":"stderr"}}\n',
+        f"(SchedulerActor pid=12, ip=10.0.0.2) [2026-02-01 10:05:15 TP3] {line}\n",
+        f"[2026-02-01 10:05:15 TP3]\n{line}\n",
+        f"> {line}\n",
+    ):
+        made = from_log(text, "deepseek-r1", "h200")
+        assert (made.rows(), made.layout) == (100_000, "bf16")
+
+
+def test_a_format_that_vllm_names_counts():
+    text = (
+        "(APIServer pid=1) INFO 11-06 12:00:00 [utils.py:233] non-default args: "
+        "{'model': 'deepseek-ai/DeepSeek-V3.2', 'tensor_parallel_size': 8}\n"
+        "(EngineCore pid=2) INFO 11-06 12:00:01 [cuda.py:1] Using DeepSeek's fp8_ds_mla KV cache "
+        "format.\n(Worker_TP0 pid=3) INFO 11-06 12:08:54 [gpu_worker.py:3] Available KV cache "
+        "memory: 40.00 GiB\n"
+    )
+    assert from_log(text, card="h200").rows() == 40 * GIB // (61 * (656 + 132))
 
 
 def test_vllm_s_engine_line_and_older_words():

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.model import load_model
+from shadowkv_lab.provenance import recorded
 from shadowkv_lab.serving.closed_form import Contender, by_pair, cell, crossovers, point, winner_map
-from shadowkv_lab.serving.steps import FS_PER_MS, PiecewiseLinear, Step, weakest
+from shadowkv_lab.serving.lines import PS_PER_MS, Lines, StepTime
 
 GLM5 = load_model("glm-5")
 CAPACITY = {
@@ -17,7 +18,7 @@ CAPACITY = {
 
 
 def contender(name, capacity, rest=30.0, slope=0.0):
-    return Contender(name, capacity, Step(lambda r, n: rest + 0.1 * r + slope * n, "recorded"))
+    return Contender(name, capacity, StepTime(lambda r, n: rest + 0.1 * r + slope * n, recorded()))
 
 
 def test_capacities_of_the_case():
@@ -31,7 +32,7 @@ def test_a_slow_step_with_room_beats_a_fast_one_without():
     few, many = (point(c, 200, 8192) for c in (plain, cast))
     assert (few.running, few.queued) == (33, 167) and many.running == 60
     assert few.tokens_per_s == pytest.approx(1000 * 33 / (31.0 + 3.3))
-    assert many.provenance == "recorded"
+    assert many.provenance == recorded()
     assert few.tokens_per_s_per_user == pytest.approx(1000 / 34.3)
     # The fused kernel has both, and wins wherever the BF16 pool is full.
     fused = contender("fused_fp8", CAPACITY["fp8"], 32.0)
@@ -76,31 +77,22 @@ def test_bad_loads_are_named():
 
 @given(st.integers(1, 300), st.integers(0, 500_000))
 def test_lines_meet_a_linear_step(running, live):
-    step = Step(lambda r, n: 20 + 0.3 * r + 5.5e-5 * n)
-    lines, live = PiecewiseLinear(step, [0, 500_000]), max(live, running)
-    assert lines(running, live) == pytest.approx(step(running, live), abs=500_000 / FS_PER_MS)
+    step = StepTime(lambda r, n: 20 + 0.3 * r + 5.5e-5 * n)
+    lines, live = Lines(step, 500_000), max(live, running)
+    assert lines(running, live) == pytest.approx(step(running, live), abs=0.5 * 500_000 / PS_PER_MS)
     line = lines.line(running, live)
-    assert line.span_fs(live, running, 7) == sum(line.fs(live + i * running) for i in range(7))
+    assert line.span_ps(live, running, 7) == sum(line.ps(live + i * running) for i in range(7))
 
 
-def test_lines_take_the_knots_that_a_step_brings():
-    class Recorded:
-        provenance = "recorded"
-
-        def knots(self, running):
-            return [running * 1.0, running * 10.5, running * 100.0], [1.0, 3.0, 4.0]
-
-    lines = PiecewiseLinear(Recorded(), [0, 1000])
-    assert [lines(2, n) for n in (2, 21, 200)] == pytest.approx([1.0, 3.0, 4.0], abs=1e-9)
-    assert lines(2, 22) == pytest.approx(3 + 1 / 179, abs=1e-9)
+def test_lines_are_straight_between_the_knots_of_a_step():
+    bent = StepTime(lambda r, n: (n / r) ** 2, knots=lambda r: [r, 10.5 * r, 100 * r])
+    lines = Lines(bent, 1000)
+    assert [lines(2, n) for n in (2, 21, 200)] == pytest.approx([1.0, 10.5**2, 1e4], abs=1e-6)
+    assert lines(2, 22) == pytest.approx(10.5**2 + (1e4 - 10.5**2) / 179, abs=1e-6)
 
 
 def test_knots_out_of_order_are_named():
-    for knots in ([0], [5, 5], [9, 3], [-1, 3]):
+    for knots in ([], [5, 5], [9, 3], [-1, 3]):
+        step = StepTime(lambda *_: 1.0, knots=lambda running, knots=knots: knots)
         with pytest.raises(OutOfRange):
-            PiecewiseLinear(Step(lambda *_: 1.0), knots)
-
-
-def test_the_weakest_provenance_wins():
-    assert weakest(["measured", "recorded"]) == "recorded"
-    assert weakest(["assumed", "measured"]) == "assumed"
+            Lines(step, 100).line(1, 1)

@@ -1,8 +1,11 @@
 """Arrivals and lengths, trace files good and bad."""
 
 import gzip
+import json
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from shadowkv_lab import errors
@@ -38,6 +41,119 @@ def test_azure_of_2024_has_another_clock_and_windows_line_ends(tmp_path):
     text += "2024-05-10 00:00:01+00:00,7,8\r\n\r\n"
     read = traces.load(write(tmp_path, "\ufeff" + text))
     np.testing.assert_allclose(read.arrival_s, [0, 0.99007], atol=1e-6)
+
+
+SAMPLES = Path(__file__).resolve().parents[2] / "data" / "traffic" / "samples"
+
+
+def by_another_tool(path):
+    """(arrivals from the first, prompts, outputs) by pandas, json and str.split."""
+    name, text = path.name, path.read_text()
+    if path.suffix == ".csv":
+        frame = pd.read_csv(path)
+        if "TIMESTAMP" in frame:
+            at = pd.to_datetime(frame.TIMESTAMP, format="ISO8601")
+            at = (at - at[0]) / pd.Timedelta("1s")
+            return at, frame.ContextTokens, frame.GeneratedTokens
+        if "Timestamp" in frame:
+            frame = frame[frame["Response tokens"] > 0]
+            at = frame.Timestamp - frame.Timestamp.iloc[0]
+            return at, frame["Request tokens"], frame["Response tokens"]
+        return frame.arrived_at, frame.num_prefill_tokens, frame.num_decode_tokens
+    if name == "mooncake.jsonl":
+        frame = pd.read_json(path, lines=True)
+        return frame.timestamp / 1000, frame.input_length, frame.output_length
+    if "bench" in name:
+        run = json.loads(text)
+        rows = zip(
+            run.get("start_times", [0] * 20), run["input_lens"], run["output_lens"], strict=True
+        )
+        rows = sorted((row for row in rows if row[2]), key=lambda row: row[0])
+        at, prompt, output = map(np.array, zip(*rows, strict=True))
+        return at - at[0], prompt, output
+    if name.startswith("sglang"):
+        rows = []
+        for line in text.splitlines():
+            if "'meta_info'" in line or '"meta_info"' in line:
+                meta = line.replace('"', "'").partition("'meta_info': ")[2]
+                words = dict(part.strip("{} ").split(": ", 1) for part in meta.split(", "))
+                clock = line.split('"timestamp": "')[1][17:26] if "json" in name else line[18:20]
+                at = float(clock) - float(words["'e2e_latency'"].strip("}"))
+                rows.append((at, int(words["'prompt_tokens'"]), int(words["'completion_tokens'"])))
+        at, prompt, output = map(np.array, zip(*sorted(rows), strict=True))
+        return at - at[0], prompt, output
+    lines = text.splitlines()
+    came = [line for line in lines if "Received" in line]
+    done = {line.split("response ")[1].split(" ")[0]: line for line in lines if "Generated" in line}
+    at = np.array([float(line.split("18:15:")[1][:2]) for line in came])
+    prompt = [
+        len(json.loads(line.split("prompt_token_ids: ")[1].split("]")[0] + "]")) for line in came
+    ]
+    output = []
+    for line in came:
+        answer = done[line.split("request ")[1].split(":")[0]].split("output_token_ids: ")[1]
+        most = int(line.split("max_tokens=")[1].split(",")[0])
+        output.append(most if answer.startswith("None") else answer.split("]")[0].count(",") + 1)
+    return at - at[0], np.array(prompt), np.array(output)
+
+
+@pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.*[!d]")), ids=lambda path: path.name)
+def test_each_sample_has_the_counts_of_another_tool(path):
+    read, (at, prompt, output) = traces.load(path), by_another_tool(path)
+    assert read.prompt_tokens.tolist() == list(prompt) and read.output_tokens.tolist() == list(
+        output
+    )
+    if path.name != "bench-serving.made-up.jsonl":  # which has no times, only a rate
+        np.testing.assert_allclose(read.arrival_s, np.array(at, float), atol=2e-6)
+    else:
+        assert "drawn anew at its 4 requests/s" in read.source
+        assert 1 / np.diff(read.arrival_s).mean() == pytest.approx(4, rel=0.5)
+    assert ("1 without an answer" in read.source) == any(x in path.name for x in ("bench", "burst"))
+
+
+def test_block_hashes_are_those_of_whole_blocks():
+    read = traces.load(SAMPLES / "mooncake.jsonl")
+    raw = [json.loads(line) for line in (SAMPLES / "mooncake.jsonl").read_text().splitlines()]
+    for blocks, entry in zip(read.blocks, raw, strict=True):
+        assert list(blocks) == entry["hash_ids"][: entry["input_length"] // 512]
+    assert read.block_tokens == 512
+    halved = read.scaled(length=0.5)
+    assert all(len(b) <= p // 512 for b, p in zip(halved.blocks, halved.prompt_tokens, strict=True))
+
+
+def test_a_benchmark_says_what_it_did_not_keep(tmp_path):
+    run = {"output_throughput": 5.0, "max_concurrency": 3, "request_rate": "inf"}
+    path = tmp_path / "run.jsonl"
+    path.write_text(json.dumps(run))
+    with pytest.raises(errors.BadFile, match=r"--output-details.*--save-detailed"):
+        traces.load(path)
+    lists = {"input_lens": [5, 6], "output_lens": [7, 8]}
+    path.write_text(json.dumps(run) + "\n" + json.dumps(run | lists) + "\n")
+    read = traces.load(path)
+    assert read.concurrency == 3 and "the last run of" in read.source
+    path.write_text(json.dumps(run | lists | {"max_concurrency": None}, indent=1))
+    assert traces.load(path).arrival_s.tolist() == [0, 0]
+    path.write_text(json.dumps(run | lists | {"start_times": [1.0]}))
+    with pytest.raises(errors.BadFile, match="different lengths"):
+        traces.load(path)
+    path.write_text(json.dumps(run | lists | {"input_lens": [5, "6.5"]}))
+    with pytest.raises(errors.BadFile, match=r"input_lens\[1\] is '6.5'"):
+        traces.load(path)
+
+
+def test_what_a_user_wrote_in_a_prompt_is_not_read_as_the_log(tmp_path):
+    path = tmp_path / "server.log"
+    lie = "'meta_info': {'prompt_tokens': 999999, 'completion_tokens': 9}"
+    path.write_text(
+        f"[2026-12-02 18:15:50] Finish: obj=GenerateReqInput(text={lie!r}), out={{'text': {lie!r}, "
+        "'meta_info': {'prompt_tokens': 12, 'completion_tokens': 3, 'e2e_latency': 1.5}}\n"
+    )
+    assert traces.load(path).prompt_tokens.tolist() == [12]
+    path.write_text(
+        "INFO 12-02 18:15:46 Received request a: params: SamplingParams(max_tokens=4)\n"
+    )
+    with pytest.raises(errors.BadFile, match="request a without its prompt_token_ids"):
+        traces.load(path)
 
 
 @pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.csv"])

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from shadowkv_lab import kernels
+from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import CannotRun, DoesNotFit, WrongResult
+from shadowkv_lab.load import Load
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import timing
 from shadowkv_lab.strategies import STRATEGIES, parse_list
@@ -32,6 +34,12 @@ def test_runs_say_what_was_measured(bench):
     assert runs[0].scratch_bytes == 257 * 1152, "one layer of scratch"
     assert runs[0]["cast"].bytes == 2 * 256 * 1728 and runs[0]["cast"].curve == "full_cast"
     assert runs[2]["write"].curve == "fp8+bf16" and runs[2]["attention"].curve == "reference"
+
+
+def test_one_step_from_a_setting(tiny):
+    setting = Setting(tiny, 4, 256, Load(2, 16), page_size=64)
+    step = decode.measure_step("shadow", setting, "cpu")
+    assert step.setting == setting and step.error < 6e-3 and str(step.provenance) == "measured"
 
 
 def test_several_pools_leave_out_what_does_not_fit(bench):

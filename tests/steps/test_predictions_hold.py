@@ -77,7 +77,7 @@ def test_the_cost_of_context_on_the_reports_class_of_card(requests, context, sho
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_the_newest_recorded_row_of_every_point_comes_back(mode):
-    """A point is an attention kernel's load; for a cast of the pool the pool belongs to it."""
+    """A point is an attention kernel's load, or a cast's pool."""
     newest = {}
     for s in sorted(latest(recorded()), key=lambda s: s.origin.date):
         casts = s.strategy.name in ("full_cast", "vector_cast")
@@ -85,9 +85,10 @@ def test_the_newest_recorded_row_of_every_point_comes_back(mode):
         if s.strategy.name == "gather_cast" or mode == "eager":
             point = (s.strategy.label,)
         mixed = any(p.bytes and p.curve is None for p in s.phases)
+        load = None if casts else s.setting.load
         if s.mode == mode and not mixed:
-            newest[(*point, s.setting.heads, s.setting.load, s.setting.model.name)] = s
-    assert len(newest) >= (10 if mode == "eager" else 100)
+            newest[(*point, s.setting.heads, load, s.setting.model.name)] = s
+    assert len(newest) >= (9 if mode == "eager" else 70)
     for s in newest.values():
         found = predict_at(s.strategy.label, s.setting, s.card, backend=s.backend, mode=mode)
         assert found.ms == pytest.approx(s.ms, rel=0.03), (s.strategy.label, str(s.setting))

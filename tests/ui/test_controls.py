@@ -8,7 +8,7 @@ import pytest
 
 import shadowkv_lab
 from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange, UnknownName
-from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab, serving_lab
+from shadowkv_lab.ui import budget, controls, decode, display, glm5, serving, simulated
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,10 @@ from shadowkv_lab.ui import budget, controls, decode_lab, display, reproduce_lab
         (budget.budget_app, {"gpu": "h-200"}, UnknownName, "Did you mean 'h200'"),
         (budget.budget_app, {"tensor_parallel": 3}, OutOfRange, "1, 2, 4, 8, 16"),
         (budget.budget_app, {"kv_gib": "all"}, OutOfRange, "a number"),
-        (reproduce_lab.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
-        (serving_lab.loads, {"rest": "mine"}, UnknownName, "case"),
-        (serving_lab.traffics, {"rate": 0}, OutOfRange, "requests/s above 0"),
-        (serving_lab.traffics, {"lengths": "short"}, UnknownName, "long answers"),
+        (glm5.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
+        (serving.loads, {"rest": "mine"}, UnknownName, "case"),
+        (simulated.traffics, {"rate": 0}, OutOfRange, "requests/s above 0"),
+        (simulated.traffics, {"lengths": "short"}, UnknownName, "long answers"),
     ],
 )
 def test_a_start_value_that_a_control_lacks_is_refused_by_name(call, wrong, error, words):
@@ -33,30 +33,26 @@ def test_a_start_value_that_a_control_lacks_is_refused_by_name(call, wrong, erro
         call(**wrong)
 
 
-@pytest.mark.parametrize("call", [serving_lab.loads, serving_lab.traffics])
+@pytest.mark.parametrize("call", [serving.loads, simulated.traffics])
 def test_an_argument_that_no_control_has_is_refused(call):
     with pytest.raises(TypeError, match="contxt"):
         call(contxt=1024)
 
 
 def test_a_start_value_between_a_sliders_own_joins_them():
-    found = controls.slider("context", [512, 1024], 700, "tokens")
+    found = controls.Slider("context", "", (512, 1024), "tokens").widget(700, {})
     assert [v for _, v in found._options_full] == [512, 700, 1024] and found.value == 700
     assert found.options[1][0] == "700 tokens"
-    assert controls.several("s", ["a", "b"], "b").value == ("b",)
+    assert controls.Several("s", "", ("a", "b")).widget("b", {}).value == ("b",)
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        budget.make_app,
-        reproduce_lab.make_app,
-        serving_lab.loads_app,
-        lambda: decode_lab.make_app("glm-5", None, 1, 1024, None, None, False),
-    ],
+    "view",
+    [budget.budget_view, glm5.reproduction_view, serving.load_view, decode.step_view],
+    ids=lambda view: view.__name__,
 )
-def test_the_line_to_paste_runs_anywhere(make):
-    app = make()
+def test_the_line_to_paste_runs_anywhere(view):
+    app = view.open()
     scope = {}
     exec(app.line.replace("; ", "\nwidget = ", 1), scope)
     assert isinstance(scope["widget"], ipywidgets.VBox)
@@ -69,25 +65,27 @@ def test_the_line_to_paste_runs_anywhere(make):
 @pytest.mark.parametrize("rest_ms", [-5.0, float("nan"), float("inf")])
 def test_a_rest_that_is_none_is_refused(rest_ms):
     with pytest.raises(OutOfRange, match="0 or more"):
-        reproduce_lab.reproduction_view(rest_ms=rest_ms)
+        glm5.reproduction_view(rest_ms=rest_ms)
 
 
 def test_an_empty_choice_and_sizes_below_one_are_refused():
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, (), False)
-    assert "BadFile" in app.error.value and app.settings["strategies"] == ()
+    app = decode.step_view.open(strategies=())
+    assert "NoAnswer" in app.error.value and app.settings["strategies"] == ()
     with pytest.raises(OutOfRange, match="one or more"):
-        decode_lab.measured_view(None, 64, 1, 1, (), [])
+        decode.measured_view(None, 64, 1, 1, (), [])
     with pytest.raises(OutOfRange, match="1 or more"):
-        decode_lab.recorded_view(context=0)
+        decode.step_view(context=0)
 
 
 def test_a_saved_table_names_its_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(display, "png", lambda fig: None)
     for app, name, column in (
-        (serving_lab.traffics_app(), "traffics-1", "name"),
-        (reproduce_lab.make_app(), "reproduction_app-1-hypotheses", "hypothesis"),
+        (simulated.traffic_view.open(), "traffics-1", "name"),
+        (glm5.reproduction_view.open(), "reproduction_app-1-hypotheses", "hypothesis"),
     ):
+        if app.worker:
+            app.worker.join(60)
         app.save()
         assert "no Chromium" in app.status.value
         table = pd.read_csv(tmp_path / "out" / f"{name}.csv")
@@ -95,23 +93,22 @@ def test_a_saved_table_names_its_rows(tmp_path, monkeypatch):
 
 
 def test_the_budgets_words_follow_what_is_known():
-    app = budget.make_app()
-    assert "weights: 'mem usage' of one GPU [recorded]" in html.unescape(app.note.value)
+    app = budget.budget_view.open()
+    assert "weights: the report says about 61 GB" in html.unescape(app.note.value)
     app.controls["weights_gib"].value = 40.0
-    assert "weights: 'mem usage' of one GPU [assumed]" in html.unescape(app.note.value)
-    assert "type your own" in budget.budget_view("kimi-k2", "h200", 8).note
-    assert "type your own" not in budget.budget_view().note
-    with pytest.raises(DoesNotFit, match=r"up to 38\.53 GiB of KV"):
+    assert "weights: as typed [assumed]" in html.unescape(app.note.value)
+    app.controls["model"].value = "kimi-k2"
+    assert "estimated from the config" in html.unescape(app.note.value), "nobody's 40 GiB any more"
+    with pytest.raises(DoesNotFit, match=r"100\.00 GiB of KV.*below its 94\.10 GiB"):
         budget.budget_view(kv_gib=100.0)
 
 
 def test_a_strategy_that_no_kernel_serves_on_a_card_gets_no_numbers():
     with pytest.raises(CannotRun, match="SM90"):
-        serving_lab.load_view(strategies=("native_fp8", "full_cast"))
-    assert "native_fp8" in set(
-        serving_lab.load_view(gpu="h200", strategies=("native_fp8",)).table.strategy
-    )
+        serving.load_view(strategies=("native_fp8", "full_cast"))
     view = budget.budget_view()
-    assert "native_fp8" not in set(view.table.strategy)
+    refused = view.table.set_index("strategy").loc["native_fp8"]
+    assert pd.isna(refused.tokens) and "SM90" in refused.reason
     assert "Left out: native FP8" in view.note
-    assert "native_fp8" in set(budget.budget_view(gpu="h200", kv_gib=40.0).table.strategy)
+    there = budget.budget_view(gpu="h200", kv_gib=40.0).table.set_index("strategy")
+    assert there.loc["native_fp8"].tokens > 0

@@ -5,22 +5,24 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Annotated
 
-import ipywidgets as w
 import plotly.graph_objects as go
 import pytest
 
 from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile, LabError
-from shadowkv_lab.steps import records
-from shadowkv_lab.strategies import STRATEGIES
-from shadowkv_lab.ui import decode_lab, display, figures, kernels, style
-from shadowkv_lab.ui.app import App, Cancelled, View
+from shadowkv_lab.steps import step as steps
+from shadowkv_lab.strategies import STRATEGIES, parse
+from shadowkv_lab.ui import charts, decode, display, kernels
+from shadowkv_lab.ui.app import Cancelled, View, Work
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Number
 
 
 @pytest.fixture(scope="module")
 def runs():
-    return decode_lab.recorded("glm-5", 8)
+    return decode.recorded("glm-5", 8)
 
 
 def bars(fig):
@@ -34,14 +36,20 @@ def bars(fig):
 
 
 def test_bars_are_the_recorded_phases(runs):
-    view = decode_lab.recorded_view("glm-5", 8, 495_616, 1, 1024)
-    frame = records.read()
-    at = (frame["mode"] == "graph") & (frame.model == "glm-5") & (frame.pool_tokens == 495_616)
-    frame = frame[at & (frame.concurrency == 1) & (frame.context == 1024)]
+    view = decode.step_view(pool_tokens=495_616)
     drawn = bars(view.figures[0])
-    for run in frame[frame.strategy.isin(STRATEGIES)].itertuples():
-        assert drawn["cast", style.title(run.strategy)] == run.cast_ms
-        assert drawn["attention", style.title(run.strategy)] == run.attention_ms
+    wanted = ("glm-5", 495_616, 1, 1024)
+    seen = 0
+    for s in steps.replays(steps.recorded()):
+        at = s.setting
+        cell = (at.model.name, at.pool_tokens, at.load.concurrency, at.load.context)
+        if cell == wanted and s.strategy.label in STRATEGIES:
+            seen += 1
+            assert drawn["attention", s.strategy.title] == s["attention"].ms
+            assert drawn["cast", s.strategy.title] == sum(
+                p.ms for p in s.phases if p.name == "cast"
+            )
+    assert seen == len(STRATEGIES)
     assert "recorded" in view.note and "H200" in view.note
 
 
@@ -55,17 +63,17 @@ def test_full_cast_climbs_with_the_pool_and_the_others_do_not(runs):
     }
     assert growth["full_cast"] > 6 and growth["vector_cast"] > 4
     assert all(growth[s] < 1.3 for s in ("bf16_pool", "shadow", "gather_cast", "fused_fp8"))
-    title = figures.against_pool(at).layout.title.text
+    title = decode.against_pool(at).layout.title.text
     assert f"{growth['full_cast']:.1f} times" in title
 
 
-def test_the_case_on_an_h200(runs):
-    """The issue's bounds: a cast near 65 ms, a shadow's step 15 times shorter or more."""
+def test_the_reports_pool_on_an_h200(runs):
+    """The bounds: a cast near 65 ms, a shadow's step 15 times shorter or more."""
     at = runs[(runs.pool_tokens == 495_616) & (runs.concurrency == 1) & (runs.context == 1024)]
     at = at.set_index("strategy")
     assert at.cast_ms["full_cast"] == pytest.approx(65, abs=3)
     assert at.step_ms["full_cast"] / at.step_ms["shadow"] > 15
-    assert at.allocated_bytes["shadow"] >= 78 * 495_616 * 1728
+    assert at.kept_bytes["shadow"] >= 78 * 495_616 * 1728
 
 
 @pytest.mark.parametrize(
@@ -77,12 +85,12 @@ def test_the_case_on_an_h200(runs):
     ],
 )
 def test_the_nearest_recorded_cell(runs, asked, got):
-    cell = decode_lab.nearest(runs, *asked)
+    cell = decode.nearest(runs, *asked)
     assert (cell.pool_tokens, cell.concurrency, cell.context) == got
 
 
 def test_the_app_follows_its_controls_and_shows_errors_in_place():
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app = decode.step_view.open()
     before = bars(app.view.figures[0])
     app.controls["pool_tokens"].value = 65_536
     assert bars(app.view.figures[0]) != before and "65,536" in app.note.value
@@ -97,22 +105,19 @@ def test_the_app_follows_its_controls_and_shows_errors_in_place():
     assert app.plots.children[0].layout.paper_bgcolor == "white"
 
 
-@pytest.mark.parametrize("column", ["step_spread_ms", "residual_ms"])
-def test_disturbed_times_are_called_so_and_not_compared(column):
-    calm = decode_lab.recorded_view().table
-    assert not records.noisy(calm)
-    disturbed = calm.assign(**{column: calm[column].where(calm.strategy != "shadow", -9.0)})
-    if column == "step_spread_ms":
-        disturbed[column] = disturbed[column].abs()
-    assert records.noisy(disturbed) == ["shadow"]
-    view = decode_lab.views(disturbed, disturbed)
+def test_disturbed_times_are_called_so_and_not_compared():
+    calm = decode.step_view().table
+    assert not steps.noisy(calm)
+    disturbed = calm.assign(noisy=calm.strategy == "shadow")
+    assert steps.noisy(disturbed) == ["shadow"]
+    view = decode.views(disturbed, disturbed)
     title = view.figures[0].layout.title.text
     assert "shadow buffer cannot be compared" in title and "times shorter" not in title
     assert "Noisy: shadow; the samples spread" in view.note
 
 
 def test_shown_figures_change_in_place():
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app = decode.step_view.open()
     shown = app.plots.children[0]
     app.controls["concurrency"].value = 32
     assert app.plots.children[0] is shown
@@ -120,7 +125,7 @@ def test_shown_figures_change_in_place():
 
 
 def test_no_strategy_chosen_is_an_error_in_place():
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app = decode.step_view.open()
     app.controls["strategies"].value = ()
     assert "at least one strategy" in app.error.value
 
@@ -128,19 +133,20 @@ def test_no_strategy_chosen_is_an_error_in_place():
 def slow_app(release, log):
     """An app whose worker waits for `release[value]`."""
 
-    def build(settings, report, cancelled):
-        value = settings["n"]
-        log.append(("start", value))
-        report("working", 0.5)
-        release[value].wait(10)
-        if cancelled():
-            log.append(("cancelled", value))
+    @application("demo.demo", columns=1, slow=lambda settings: True)
+    def demo(n: Annotated[int, Number("n", whole=True)] = 0, *, work: Work) -> View:
+        """A number."""
+        log.append(("start", n))
+        work.report("working", 0.5)
+        release[n].wait(10)
+        if work.cancelled():
+            log.append(("cancelled", n))
             raise Cancelled
-        if value == 3:
+        if n == 3:
             raise LabError("three is too many", "up to 2", "Choose fewer")
-        return View([go.Figure(go.Bar(x=[value], y=["a"]))], note=f"n is {value}")
+        return View([go.Figure(go.Bar(x=[n], y=["a"]))], note=f"n is {n}")
 
-    return App("demo", {"n": w.IntSlider(value=0, min=0, max=9)}, build, slow=lambda s: True)
+    return demo.open()
 
 
 def test_the_last_setting_wins():
@@ -164,17 +170,17 @@ def test_the_last_setting_wins():
 
 
 def test_measuring_here_through_the_app():
-    app = decode_lab.make_app("glm-5", 2048, 1, 256, None, ("shadow",), False)
+    app = decode.step_view.open(pool_tokens=2048, context=256, strategies=("shadow",))
     app.controls["live"].value = True
     app.worker.join(120)
     assert app.error.value == "" and "measured" in app.note.value
 
 
 def test_every_strategy_has_a_colour_of_its_own():
-    colours = [style.colour(s) for s in STRATEGIES]
+    colours = [charts.tag(s).colour for s in STRATEGIES]
     assert len(set(colours)) == len(colours)
-    assert style.colour("shadow(layers=26)") == style.colour("shadow")
-    assert style.title("shadow(layers=26)") == "shadow buffer (layers=26)"
+    assert charts.tag("shadow(layers=26)").colour == charts.tag("shadow").colour
+    assert parse("shadow(layers=26)").tag.title == "shadow buffer (layers=26)"
 
 
 def test_kernel_figures_state_the_recorded_numbers(tmp_path):
@@ -242,8 +248,8 @@ def test_a_floor_stands_on_the_bar_whose_floor_it_is():
 
 
 def test_what_is_no_strategy_has_no_strategys_colour():
-    taken = {style.colour(name) for name in STRATEGIES}
-    assert len(style.OTHERS) >= 5 and not taken & set(style.OTHERS)
+    taken = {charts.tag(name).colour.lower() for name in STRATEGIES}
+    assert len(charts.OTHERS) >= 5 and not taken & set(charts.OTHERS)
     fig = kernels.bandwidth(*kernels.recorded())
     colours = [t.marker.color for t in fig.data if t.type == "bar"]
     assert len(set(colours)) == len(colours)
@@ -253,9 +259,9 @@ def test_the_readmes_steps_are_the_recorded_ones():
     text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     lines = text.split("## What came out")[1].split("\n## ")[0].splitlines()
     table = [[cell.strip(" `") for cell in x.strip("|").split("|")] for x in lines if x[:1] == "|"]
-    runs = decode_lab.recorded("glm-5", 8).query("pool_tokens == 495_616")
+    runs = decode.recorded("glm-5", 8).query("pool_tokens == 495_616")
     steps = runs.set_index(["strategy", "concurrency", "context"]).step_ms
-    worth = kernels.worth_of_a_shadow(decode_lab.recorded("glm-5", 8)).set_index("load")
+    worth = kernels.worth_of_a_shadow(decode.recorded("glm-5", 8)).set_index("load")
     slower = worth["shadow / fused"][worth["shadow / fused"] < 1]
     assert "every recorded load but 32 x 1,024 (up to 3 % slower)" in text
     assert set(slower.index) == {"32 x 1024"} and round(100 * (1 / slower.min() - 1)) == 3
@@ -269,7 +275,7 @@ def test_the_readmes_steps_are_the_recorded_ones():
 def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(display, "png", lambda fig: b"picture")
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app = decode.step_view.open()
     app.save()
     first = (tmp_path / "out/explorer-1.csv").read_text()
     app.controls["context"].value = 8192
@@ -301,12 +307,14 @@ def test_views_are_saved_beside_earlier_ones_and_a_refusal_is_shown(tmp_path, mo
 def test_an_unexpected_error_is_shown_and_ends_the_work(slow, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
-    def build(settings, report, cancelled):
-        if settings["n"] == 2:
+    @application("f.f", slow=lambda settings: slow and settings["n"] == 2)
+    def f(n: Annotated[int, Number("n", whole=True)] = 1) -> View:
+        """A number."""
+        if n == 2:
             raise ZeroDivisionError("no such luck")
         return View([])
 
-    app = App("f", {"n": w.IntText(1)}, build, slow=lambda settings: slow and settings["n"] == 2)
+    app = f.open()
     if slow:
         app.controls["n"].value = 2
         app.worker.join(10)
@@ -320,21 +328,21 @@ def test_an_unexpected_error_is_shown_and_ends_the_work(slow, monkeypatch):
 
 
 def test_the_line_to_paste_is_a_call_that_gives_the_same_view():
-    app = decode_lab.make_app("glm-5", None, 1, 1024, None, None, False)
+    app = decode.step_view.open()
     app.controls["concurrency"].value = 8
     line = html.unescape(re.search(r"<code[^>]*>(.*)</code>", app.code.value)[1])
     start, _, arguments = line.partition("; explorer")
     assert start == "from shadowkv_lab import explorer"
-    again = decode_lab.make_app(**eval(f"dict{arguments}"))
+    again = decode.step_view.open(**eval(f"dict{arguments}"))
     assert again.settings == app.settings
     assert bars(again.view.figures[0]) == bars(app.view.figures[0])
 
 
 def test_rows_of_a_pool_file_feed_the_lab():
     """The shipped pool, tiled to the size asked for, and said to be so."""
-    app = decode_lab.make_app("glm-5", 2048, 1, 256, None, ("shadow",), False)
+    app = decode.step_view.open(pool_tokens=2048, context=256, strategies=("shadow",))
     app.controls["rows"].value = "tiny-glm-5-random.safetensors"
     app.controls["live"].value = True
     app.worker.join(120)
     assert app.error.value == ""
-    assert set(app.view.table.source) == {"file:tiny-glm-5-random.safetensors (tiled)"}
+    assert set(app.view.table.rows) == {"file:tiny-glm-5-random.safetensors (tiled)"}

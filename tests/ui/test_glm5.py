@@ -1,11 +1,11 @@
 """Figures and applications of budget and reproduction: titles, errors in place, reset."""
 
 from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.provenance import recorded
 from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.ui import budget as budget_figures
-from shadowkv_lab.ui import reproduce as figures
-from shadowkv_lab.ui import reproduce_lab
+from shadowkv_lab.ui import glm5 as figures
 from tests.steps import synthetic_runs as known
 
 FIT = fit(known.runs("full_cast,bf16_pool,shadow"))
@@ -26,11 +26,11 @@ def test_figures_are_finished_and_titled():
         assert fig.layout.xaxis.title.text
         assert len(fig.data)
     assert "43.1 ms" in shown[0].layout.title.text
-    assert "495,612 to 188,652" in shown[-1].layout.title.text
+    assert "495,616 to 188,608" in shown[-1].layout.title.text, "in pages of 64"
 
 
 def test_a_step_that_became_slower_is_explained_by_nothing():
-    view = reproduce_lab.reproduction_view(after_ms=120.0)
+    view = figures.reproduction_view(after_ms=120.0)
     assert "did not become faster" in view.note
     title = view.figures[1].layout.title.text
     assert "no hypothesis explains 120.0 ms" in title and "reach" not in title
@@ -46,14 +46,15 @@ def test_a_row_about_one_card_is_judged_on_that_card():
 
 def test_a_tpot_is_as_sure_as_its_weakest_part():
     table = verdict.verdict(fitted=FIT).assign(provenance="recorded")
-    for rest, word in ((REST, REST.provenance), (Rest(20.0, provenance="recorded"), "recorded")):
+    seen = Rest(20.0, provenance=recorded())
+    for rest, word in ((REST, "assumed"), (seen, "recorded")):
         labels = figures.tpot(table, rest).layout.annotations[: len(table)]
         assert all(label.text.endswith(f", {word}") for label in labels)
-    assert REST.provenance != "recorded"
+    assert str(REST.provenance) != "recorded"
 
 
 def test_apps_show_errors_in_place_and_reset():
-    app = budget_figures.make_app()
+    app = budget_figures.budget_view.open()
     before = [fig.layout.title.text for fig in app.view.figures]
     app.controls["mem_fraction_static"].value = 1.5
     assert "OutOfRange" in app.error.value
@@ -71,14 +72,10 @@ def test_apps_show_errors_in_place_and_reset():
     assert "budget_app(" in app.code.value
 
 
-def test_the_reproduction_app_takes_a_users_numbers(monkeypatch):
-    monkeypatch.setattr(verdict, "predict", lambda *a, **k: _predict(*a, **{**k, "fitted": FIT}))
-    app = reproduce_lab.make_app()
+def test_the_reproduction_app_takes_a_users_numbers():
+    app = figures.reproduction_view.open()
     assert "43.1 ms (67%) are still there" in app.note.value
     app.controls["after_ms"].value = 84.85
     assert "10.8 of the cast" in app.note.value
     app.controls["before_ms"].value = 50.0
     assert "NoAnswer" in app.error.value
-
-
-_predict = verdict.predict
