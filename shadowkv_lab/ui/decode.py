@@ -278,15 +278,13 @@ def measure_here(
     concurrency: int = 1,
     context: int = 1024,
     strategies: tuple[str, ...] = ("full_cast", "bf16_pool", "shadow", "gather_cast"),
-    report=lambda text, done: None,
 ) -> View:
     """Measure a setting on this machine; on a CPU at a pool that takes seconds."""
-    device, shape = machine.default_device(), load_model(model)
-    if device.type == "cpu":
+    if machine.default_device().type == "cpu":
         pool_tokens = min(pool_tokens, HERE_POOL_TOKENS)
         context = min(context, pool_tokens // concurrency)
-    bench = measuring.Bench(shape, _own_heads(shape), device, modes=("graph",), progress=report)
-    return measured_view(bench, pool_tokens, concurrency, context, strategies)
+    load = dict(concurrency=concurrency, context=context)
+    return step_view(model, pool_tokens, **load, strategies=strategies, live=True)
 
 
 # The application.
@@ -319,21 +317,33 @@ def _own_heads(shape: Model) -> int:
 
 
 def follow(settings: dict, name: str | None) -> dict:
-    """Another model has other heads per GPU; and what was left open at the start is filled in."""
-    shape = load_model(settings["model"])
-    device = machine.as_device(settings["device"])
+    """Another model has other heads per GPU, and what is measured here must fit and run here.
+
+    What was left open at the start is filled in.
+    """
+    shape, device = load_model(settings["model"]), machine.as_device(settings["device"])
     found = settings | {"model": named(settings["model"]), "device": str(device)}
     if name == "model" or settings["heads"] is None:
         found["heads"] = _own_heads(shape)
-    if settings["strategies"] is None:
-        here = device.type == "cuda" or not settings["live"]
-        found["strategies"] = tuple(n for n, kind in STRATEGIES.items() if here or not kind.needs)
-    elif isinstance(settings["strategies"], str):
-        found["strategies"] = (settings["strategies"],)
+    chosen, largest = settings["strategies"], _largest_pool(shape, device)
+    chosen = (chosen,) if isinstance(chosen, str) else chosen
+    here = settings["live"] and (name == "live" or chosen is None)
+    found["strategies"] = tuple(
+        s for s in (STRATEGIES if chosen is None else chosen) if not here or _runs(s, device)
+    )
     if settings["pool_tokens"] is None:
-        largest = _largest_pool(shape, device)
-        found["pool_tokens"] = 495_616 if not settings["live"] else min(495_616, largest)
+        found["pool_tokens"] = min(495_616, largest) if settings["live"] else 495_616
+    if name == "live" and settings["live"]:
+        found["pool_tokens"] = min(settings["pool_tokens"], largest)
+        most = found["pool_tokens"] // settings["concurrency"]
+        found["context"] = min(settings["context"], max(most, 1))
     return found
+
+
+def _runs(strategy: str, device: torch.device) -> bool:
+    """Whether a strategy can be tried on this kind of device: kernels need a GPU."""
+    of = parse(strategy)
+    return device.type == "cuda" or (of.reads == "bf16" and not of.needs)
 
 
 SEEN: list[Step] = []  # measured in this session

@@ -24,7 +24,6 @@ TABLE = (
     *("strategy", "step_ms", "tpot_ms", "tokens_per_s", "gib_for_pool", "fits", "tokens_that_fit"),
     *("tokens_per_s_per_gib", "provenance"),
 )
-SYMBOLS = ("circle", "diamond", "x", "square", "cross")
 
 
 def case_steps() -> go.Figure:
@@ -216,51 +215,6 @@ def speed_and_room(table: pd.DataFrame, where: str = "") -> go.Figure:
         annotations=notes,
         xaxis={"range": [0, 1.6 * table.tokens_that_fit.max()], "tickformat": ",~s"},
         yaxis={"range": [0, 1.25 * table.tokens_per_s.max()]},
-    )
-
-
-def predicted_against_seen(rows: pd.DataFrame) -> go.Figure:
-    """Held-out times of one layer: predicted over recorded or published, in a band of 20 %."""
-    every = -(-len(rows) // 2000)  # more would be a notebook of megabytes
-    ends = [0.8 * rows.seen_us.min(), 1.25 * rows.seen_us.max()]
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": ends + ends[::-1],
-        "y": [1.2 * e for e in ends] + [0.8 * e for e in ends[::-1]],
-        "fill": "toself",
-        "fillcolor": "rgba(0,0,0,0.07)",
-        "line": {"width": 0},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    marks = [
-        charts.points(
-            part.seen_us[::every].round(2),
-            part.predicted_us[::every].round(2),
-            f"{kind} left out: {part.error.median():.1%}",
-            colour,
-            marker={"symbol": symbol, "size": 5, "opacity": 0.6},
-            text=[f"{r.kernel} on {r.card}, {r.heads} heads" for r in part[::every].itertuples()],
-            hover="%{text}<br>%{x:.2f} us seen, %{y:.2f} predicted",
-        )
-        for (kind, part), colour, symbol in zip(
-            rows.groupby("kind", sort=False), charts.OTHERS, SYMBOLS, strict=False
-        )
-    ]
-    return charts.figure(
-        charts.heading(
-            f"Predictions of unseen times are off by {rows.error.median():.1%} in the median, "
-            f"{rows.error.quantile(0.9):.1%} at p90",
-            f"{len(rows)} times of one layer, recorded and published, that the fit had not seen"
-            f"{f', one in {every} drawn' if every > 1 else ''}; band: 20 %; legend: medians",
-        ),
-        [band, *marks],
-        "recorded or published (us)",
-        "predicted (us)",
-        log_x=True,
-        log_y=True,
-        height=440,
     )
 
 
