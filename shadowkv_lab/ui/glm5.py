@@ -17,7 +17,7 @@ from shadowkv_lab.steps.trace import Profile, short_name
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Slider, Tick, cards, powers
+from shadowkv_lab.ui.controls import Concurrency, Context, Menu, Number, Tick, cards
 
 PARTS = {"cast_ms": ("cast", 1.0), "own_ms": ("attention and write", charts.OPACITY["attention"])}
 TABLE = (
@@ -257,17 +257,17 @@ def follow(settings: dict, name: str | None) -> dict:
 @application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
 def reproduction_view(
     gpu: Annotated[
-        str, Menu("GPU", options=cards(lambda: case.published("case")["gpu"]), kind="GPU")
+        str, Menu("GPU", cards(lambda: case.published("case")["gpu"]), "GPU")
     ] = "rtx-pro-6000-server",
-    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
-    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
-    rest_ms: Annotated[float, Number("rest, ms (0: derive)", "", 0.5)] = 0.0,
+    context: Context = 1024,
+    concurrency: Concurrency = 1,
+    rest_ms: Annotated[float, Number("rest, ms (0: derive)", 0.5)] = 0.0,
     rest_grows: Annotated[bool, Tick("rest grows with the experts read")] = True,
-    before_ms: Annotated[float | None, Number("your TPOT before, ms", "", 0.1)] = None,
-    after_ms: Annotated[float | None, Number("your TPOT after, ms", "", 0.1)] = None,
-    pool_tokens: Annotated[int | None, Number("your pool, slots", "", 64, True)] = None,
-    layers: Annotated[int | None, Number("your layers", "", 1, True)] = None,
-    cast_ms: Annotated[float, Number("cast, ms (0: scale)", "", 0.1)] = 0.0,
+    before_ms: Annotated[float | None, Number("your TPOT before, ms", 0.1)] = None,
+    after_ms: Annotated[float | None, Number("your TPOT after, ms", 0.1)] = None,
+    pool_tokens: Annotated[int | None, Number("your pool, slots", 64, True)] = None,
+    layers: Annotated[int | None, Number("your layers", 1, True)] = None,
+    cast_ms: Annotated[float, Number("cast, ms (0: scale)", 0.1)] = 0.0,
 ) -> View:
     """TPOT by strategy on the report's card, and the hypotheses for two TPOTs.
 

@@ -177,7 +177,7 @@ def waiting(release):
 
     @application("demo.waiting", columns=1, slow=lambda settings: settings["n"] > 1)
     def view(
-        n: Annotated[int, Slider("n", "", (1, 2, 3), "things")] = 1,
+        n: Annotated[int, Slider("n", (1, 2, 3), "things")] = 1,
         other: Annotated[float, Number("other")] = 0.5,
         *,
         work: Work,
