@@ -17,7 +17,7 @@ from shadowkv_lab.steps.trace import Profile, short_name
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Slider, Tick, cards, powers
+from shadowkv_lab.ui.controls import Concurrency, Context, Menu, Number, Tick, cards
 
 PARTS = {"cast_ms": ("cast", 1.0), "own_ms": ("attention and write", charts.OPACITY["attention"])}
 TABLE = (
@@ -25,7 +25,6 @@ TABLE = (
     *("high_tokens_per_s", "gib_for_pool", "fits", "tokens_that_fit", "tokens_per_s_per_gib"),
     "provenance",
 )
-SYMBOLS = ("circle", "diamond", "x", "square", "cross")
 
 
 def case_steps() -> go.Figure:
@@ -278,51 +277,6 @@ def speed_and_room(table: pd.DataFrame, where: str = "") -> go.Figure:
     )
 
 
-def predicted_against_seen(rows: pd.DataFrame) -> go.Figure:
-    """Held-out times of one layer: predicted over recorded or published, in a band of 20 %."""
-    every = -(-len(rows) // 2000)  # more would be a notebook of megabytes
-    ends = [0.8 * rows.seen_us.min(), 1.25 * rows.seen_us.max()]
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": ends + ends[::-1],
-        "y": [1.2 * e for e in ends] + [0.8 * e for e in ends[::-1]],
-        "fill": "toself",
-        "fillcolor": "rgba(0,0,0,0.07)",
-        "line": {"width": 0},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    marks = [
-        charts.points(
-            part.seen_us[::every].round(2),
-            part.predicted_us[::every].round(2),
-            f"{kind} left out: {part.error.median():.1%}",
-            colour,
-            marker={"symbol": symbol, "size": 5, "opacity": 0.6},
-            text=[f"{r.kernel} on {r.card}, {r.heads} heads" for r in part[::every].itertuples()],
-            hover="%{text}<br>%{x:.2f} us seen, %{y:.2f} predicted",
-        )
-        for (kind, part), colour, symbol in zip(
-            rows.groupby("kind", sort=False), charts.OTHERS, SYMBOLS, strict=False
-        )
-    ]
-    return charts.figure(
-        charts.heading(
-            f"Predictions of unseen times are off by {rows.error.median():.1%} in the median, "
-            f"{rows.error.quantile(0.9):.1%} at p90",
-            f"{len(rows)} times of one layer, recorded and published, that the fit had not seen"
-            f"{f', one in {every} drawn' if every > 1 else ''}; band: 20 %; legend: medians",
-        ),
-        [band, *marks],
-        "recorded or published (us)",
-        "predicted (us)",
-        log_x=True,
-        log_y=True,
-        height=440,
-    )
-
-
 def rest_over_context(table: pd.DataFrame) -> go.Figure:
     """The report's rest at one request for each context that it might have had."""
     word = table.provenance.iloc[0]
@@ -362,17 +316,17 @@ def follow(settings: dict, name: str | None) -> dict:
 @application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
 def reproduction_view(
     gpu: Annotated[
-        str, Menu("GPU", options=cards(lambda: case.published()["gpu"]), kind="GPU")
+        str, Menu("GPU", cards(lambda: case.published()["gpu"]), "GPU")
     ] = "rtx-pro-6000-server",
-    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
-    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
-    rest_ms: Annotated[float, Number("rest, ms (0: derive)", "", 0.5)] = 0.0,
+    context: Context = 1024,
+    concurrency: Concurrency = 1,
+    rest_ms: Annotated[float, Number("rest, ms (0: derive)", 0.5)] = 0.0,
     rest_grows: Annotated[bool, Tick("rest grows with the requests")] = True,
-    before_ms: Annotated[float | None, Number("your TPOT before, ms", "", 0.1)] = None,
-    after_ms: Annotated[float | None, Number("your TPOT after, ms", "", 0.1)] = None,
-    pool_tokens: Annotated[int | None, Number("your pool, slots", "", 64, True)] = None,
-    layers: Annotated[int | None, Number("your layers", "", 1, True)] = None,
-    cast_ms: Annotated[float, Number("cast, ms (0: scale)", "", 0.1)] = 0.0,
+    before_ms: Annotated[float | None, Number("your TPOT before, ms", 0.1)] = None,
+    after_ms: Annotated[float | None, Number("your TPOT after, ms", 0.1)] = None,
+    pool_tokens: Annotated[int | None, Number("your pool, slots", 64, True)] = None,
+    layers: Annotated[int | None, Number("your layers", 1, True)] = None,
+    cast_ms: Annotated[float, Number("cast, ms (0: scale)", 0.1)] = 0.0,
 ) -> View:
     """TPOT by strategy on the report's card, and the hypotheses for two TPOTs.
 

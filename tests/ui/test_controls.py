@@ -40,10 +40,10 @@ def test_an_argument_that_no_control_has_is_refused(call):
 
 
 def test_a_start_value_between_a_sliders_own_joins_them():
-    found = controls.Slider("context", "", (512, 1024), "tokens").widget(700, {})
+    found = controls.Slider("context", (512, 1024), "tokens").widget(700, {})
     assert [v for _, v in found._options_full] == [512, 700, 1024] and found.value == 700
     assert found.options[1][0] == "700 tokens"
-    assert controls.Several("s", "", ("a", "b")).widget("b", {}).value == ("b",)
+    assert controls.Several("s", ("a", "b")).widget("b", {}).value == ("b",)
 
 
 @pytest.mark.parametrize(
