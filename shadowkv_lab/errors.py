@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class LabError(Exception):
@@ -58,6 +59,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 class OutOfRange(LabError):
     """A number, slot, row, option or setting outside its range."""
+
+
+def whole(value: object, what: str, least: int = 1, most: int | None = None) -> int:
+    """A whole number of at least `least`; raises `OutOfRange` for others, flags and fractions."""
+    integral = isinstance(value, Integral) and not isinstance(value, bool)
+    if not integral or value < least or (most is not None and value > most):
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise OutOfRange(f"{what} {value!r}", f"a whole number, {allowed}")
+    return int(value)
 
 
 class DoesNotFit(LabError):
