@@ -121,9 +121,10 @@ class Pool:
 
     `storage` names what each layer keeps: ("fp8",), ("bf16",) or ("fp8", "bf16"); with both, the
     BF16 buffer is the FP8 one's shadow. Every write (`write`, `move`, `load`, a source's fill)
-    ends in `_store`, so a shadow cannot miss one, and one thread writes at a time. `mirror` is "exact", `bf16(fp8(row))`, or
-    "original", the row as it came; a row that comes back by `load` is always the former.
-    `append` is the function that stores rows; kernels.append has a faster one.
+    ends in `_store`, so a shadow cannot miss one, and one thread writes at a time. `mirror` is
+    "exact", `bf16(fp8(row))`, or "original", the row as it came; a row that comes back by `load`
+    is always the former. `append` is the function that stores rows; kernels.append has a faster
+    one.
     """
 
     def __init__(

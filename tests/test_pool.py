@@ -384,7 +384,7 @@ class PoolMachine(RuleBasedStateMachine):
     def drawn(self, data):
         return self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
-    @rule(tokens=st.integers(1, 12), at=st.integers(0, 25))
+    @rule(tokens=st.integers(1, 12), at=st.sampled_from(range(40)))
     def allocate(self, tokens, at):
         needed = -(-tokens // self.page_size) * self.page_size
         if needed > self.pool.allocator.free_tokens:
@@ -405,7 +405,7 @@ class PoolMachine(RuleBasedStateMachine):
         if lost:
             self.pool.free(torch.tensor(sorted(lost)) * self.page_size)
 
-    @rule(data=st.data(), at=st.integers(0, 25))
+    @rule(data=st.data(), at=st.sampled_from(range(40)))
     def free(self, data, at):
         if self.held:
             slots = self.drawn(data)
@@ -416,7 +416,7 @@ class PoolMachine(RuleBasedStateMachine):
                 with pytest.raises(OutOfRange, match="not allocated"):
                     self.pool.free(slots)
 
-    @rule(concurrency=st.integers(1, 4), context=st.integers(1, 10), at=st.integers(0, 60))
+    @rule(concurrency=st.integers(1, 4), context=st.integers(1, 10), at=st.sampled_from(range(120)))
     def batch(self, concurrency, context, at):
         before = self.pool.allocator.free_tokens
         needed = concurrency * -(-context // self.page_size) * self.page_size
@@ -430,7 +430,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.free_lost(before)
         assert self.pool.allocator.free_tokens == before
 
-    @rule(data=st.data(), at=st.integers(0, 40))
+    @rule(data=st.data(), at=st.sampled_from(range(90)))
     def write(self, data, at):
         if self.held:
             slots, self.turn = self.drawn(data), self.turn + 1
@@ -438,7 +438,7 @@ class PoolMachine(RuleBasedStateMachine):
             killed(lambda: self.pool.write(0, slots, new), at)
             self.arrived(slots, to_fp8(new))
 
-    @rule(data=st.data(), at=st.integers(0, 40))
+    @rule(data=st.data(), at=st.sampled_from(range(90)))
     def move(self, data, at):
         if self.held:
             source, target = self.drawn(data), self.drawn(data)
@@ -453,7 +453,7 @@ class PoolMachine(RuleBasedStateMachine):
             slots = self.drawn(data)
             self.saved = slots, self.pool.save(slots)
 
-    @rule(data=st.data(), at=st.integers(0, 60))
+    @rule(data=st.data(), at=st.sampled_from(range(120)))
     def load(self, data, at):
         if self.held and self.saved:
             slots, saved = self.drawn(data), self.saved[1]
@@ -489,7 +489,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.check_integrity()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 
