@@ -15,7 +15,7 @@ from shadowkv_lab.load import Batch, make_batch
 from shadowkv_lab.model import Model
 
 CHECK_ROWS = 65536  # rows a pass of check_integrity compares: 113 MB of FP8 and BF16
-SEEDS = 2**63 - 1
+SEEDS = 2**46  # the largest: sources multiply it, and torch takes 64 bits
 SPARE_TURNS = 64  # fresh last pages a request is given, if the pool has them
 
 
@@ -28,13 +28,8 @@ class SlotAllocator:
     """
 
     def __init__(self, pool_tokens: int, page_size: int = 1, order: str = "contiguous", seed=0):
-        what = f"A pool of {pool_tokens} tokens in pages of {page_size}"
-        self.page_size = whole(page_size, "Page size")
-        self.pool_tokens = whole(pool_tokens, "Pool tokens")
-        if pool_tokens % page_size:
-            raise OutOfRange(what, "a positive multiple of the page size")
-        if order not in ("contiguous", "random"):
-            raise OutOfRange(f"Slot order {order!r}", "contiguous, random")
+        check_size(pool_tokens, page_size, order)
+        self.pool_tokens, self.page_size = pool_tokens, page_size
         pages = pool_tokens // page_size
         generator = torch.Generator().manual_seed(whole(seed, "Seed", 0, SEEDS))
         ids = (
@@ -335,6 +330,18 @@ class Pool:
         """Free all slots of a batch that `batch` made."""
         # A last page that was rotated out is either a spare or, after `advance`, still held.
         self.allocator.free(batch.held_pages * self.page_size)
+
+
+def check_size(pool_tokens: int, page_size: int = 1, order: str = "random") -> None:
+    """Raise `OutOfRange` for a pool that no allocator can hand out."""
+    whole(page_size, "Page size")
+    if whole(pool_tokens, "Pool tokens") % page_size:
+        raise OutOfRange(
+            f"A pool of {pool_tokens} tokens in pages of {page_size}",
+            "a positive multiple of the page size",
+        )
+    if order not in ("contiguous", "random"):
+        raise OutOfRange(f"Slot order {order!r}", "contiguous, random")
 
 
 def check_load(

@@ -71,7 +71,9 @@ def _register(name: str, place: str, said: str) -> None:
         found = getattr(importlib.import_module(f"shadowkv_lab.ui.{module}"), view)
         own = typer.Typer(add_completion=False)
         own.command()(command(found))
-        typer.main.get_command(own).main(context.args, context.command_path, standalone_mode=False)
+        found = typer.main.get_command(own)
+        if code := found.main(context.args, context.command_path, standalone_mode=False):
+            raise typer.Exit(code)
 
 
 for _name, (_place, _said) in APPLICATIONS.items():

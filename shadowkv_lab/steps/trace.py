@@ -8,6 +8,7 @@ target's steps are `step[TARGET_VERIFY ...]` (`step[VERIFY ...]` since 0.5.2x) a
 
 import math
 import re
+import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -245,6 +246,8 @@ def profile_step(
     trace: str | Path | None = None,
 ) -> Profile:
     """Profile one eager step after a warm-up; `trace` is written for Perfetto (.json.gz)."""
+    if trace is not None:
+        files.ready(trace)
     strategy = parse(strategy)
     decode.check(bench, strategy, pool_tokens, [(concurrency, context)])
     pool = decode.make_pool(bench, strategy, pool_tokens)
@@ -259,8 +262,10 @@ def profile_step(
         if gpu:
             torch.cuda.synchronize(bench.device)
     if trace is not None:
-        Path(trace).parent.mkdir(parents=True, exist_ok=True)
-        seen.export_chrome_trace(str(trace))
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / "trace.json.gz"  # torch packs what is called so
+            seen.export_chrome_trace(str(whole))
+            files.write(trace, whole.read_bytes())
     found = []
     for event in seen.key_averages():
         on_gpu = event.device_type != torch.autograd.DeviceType.CPU
