@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from numbers import Integral
 
+LONGEST = 600  # characters of what was wrong
+
 
 class LabError(Exception):
     """Base of all errors that a user can cause.
@@ -14,6 +16,7 @@ class LabError(Exception):
     """
 
     def __init__(self, what: str, allowed: str = "", remedy: str = ""):
+        what = what if len(what) <= LONGEST else f"{what[:LONGEST]}…"  # it may quote a file
         self.what, self.allowed, self.remedy = what, allowed, remedy
         parts = [what.rstrip(".") + "."]
         if allowed:

@@ -61,9 +61,14 @@ def _end(code: int, name: str, what: object) -> None:
 
 def _said(name: str, what: object) -> None:
     """Print one line on standard error."""
-    line = Text.assemble((name, "bold red"), f": {' '.join(str(what).split())}")
+    line = Text.assemble((name, "bold red"), f": {' '.join(shown(str(what)).split())}")
     with suppress(OSError):
         Console(stderr=True).print(line, soft_wrap=True)
+
+
+def shown(text: str) -> str:
+    """A text without characters that a terminal would obey: files can hold any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def _warn(message, category, *_, **__) -> None:
@@ -94,7 +99,7 @@ def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> Non
         side = "right" if number else "left"
         table.add_column(head, justify=side, overflow="fold", no_wrap=whole)
     for row in rows:
-        table.add_row(*(tables.column(key).cell(row[key]) for key in names))
+        table.add_row(*(shown(tables.column(key).cell(row[key])) for key in names))
     console.print(table)
 
 

@@ -30,6 +30,9 @@ def command(application) -> typing.Callable[..., None]:
         from shadowkv_lab.ui.app import Work
 
         settings = {name: application.controls[name].typed(value) for name, value in typed.items()}
+        start = application.start(**settings)
+        for name, control in application.controls.items():
+            control.check(start[name], start)
         with progress(quiet=as_json) as report:
             view = application(**settings, work=Work(report))
         if as_json:

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from shadowkv_lab.cli import AsJson, Device, Model, app, console, integers, progress, show
+from shadowkv_lab.errors import whole
+
+MOST = 1 << 20  # heads, or tokens of a page
 
 
 @app.command()
@@ -46,6 +49,7 @@ def rules(
     shape = load_model(model)
     heads = shape.heads_per_gpu(tensor_parallel) if heads is None else heads
     capability = machine.card(gpu).compute_capability
+    heads, page_size = whole(heads, "Heads", 1, MOST), whole(page_size, "Page size", 1, MOST)
     serving = rules.Serving.of(shape, capability, kv_dtype, heads, page_size)
     table = rules.compatibility(serving, as_of)
     if as_json:

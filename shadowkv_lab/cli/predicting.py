@@ -86,7 +86,7 @@ def budget(
     )
     load = Load(concurrency, context)
     if log:
-        reading = logs.read(log, model, gpu or CASE_GPU, **options)
+        reading = logs.read(log, model, CASE_GPU if gpu is None else gpu, **options)
         plan = budget.budget(reading.deployment, load)
         for line in reading.lines:
             typer.echo(line, err=True) if as_json else console.print(line, soft_wrap=True)
@@ -94,8 +94,9 @@ def budget(
         if model is None and gpu is None:
             at = published_deployment("case", **options)
         else:
-            at = deployment(model or "glm-5", gpu or CASE_GPU, **options)
-        if smallest_card:
+            known = "glm-5" if model is None else model, CASE_GPU if gpu is None else gpu
+            at = deployment(*known, **options)
+        if smallest_card is not None:
             _print(budget.cards_for(at, smallest_card, load), as_json)
             return
         plan = budget.budget(at, load)

@@ -23,7 +23,7 @@ def full_cast_of_case(
 ) -> Step:
     """Full cast's whole step on the case's own card: its cast calibrated, the others assumed."""
     published = case.published("case")
-    context = context or published["default_context"]
+    context = published["default_context"] if context is None else context
     setting = at(published["model"], published["pool_tokens"], 1, context)
     return predict_at("full_cast", setting, card, fitted=fitted)
 
@@ -80,7 +80,8 @@ def verdict(
     """
     published = case.published("case")
     model, card = load_model(published["model"]), machine.card(card or published["gpu"][-1])
-    context, P = context or published["default_context"], published["pool_tokens"]
+    context = published["default_context"] if context is None else context
+    P = published["pool_tokens"]
     rest = rest or case_rest(card.name, context, fitted)
     report = published_deployment("case", card, page_size=1)
     room = budget(report, Load(concurrency, context), list(strategies))

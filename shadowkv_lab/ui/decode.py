@@ -180,7 +180,7 @@ def _plain(frame: pd.DataFrame) -> pd.DataFrame:
 def nearest(frame: pd.DataFrame, pool_tokens: int, concurrency: int, context: int) -> pd.Series:
     """The recorded cell (pool, concurrency, context) nearest in log space."""
     cells = frame[["pool_tokens", "concurrency", "context"]].drop_duplicates()
-    asked = np.log([pool_tokens, concurrency, context])
+    asked = np.log(np.array([pool_tokens, concurrency, context], float))
     return cells.iloc[np.abs(np.log(cells.to_numpy()) - asked).sum(axis=1).argmin()]
 
 

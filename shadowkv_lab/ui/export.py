@@ -23,6 +23,7 @@ from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer,
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
+from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import ready, write
 from shadowkv_lab.ui import notebooks
 from shadowkv_lab.ui.display import PLOTLY
@@ -142,12 +143,12 @@ class _Exporter(HTMLExporter):
 def export(source: str | Path, target: str | Path | None = None) -> Path:
     """Write an executed notebook as one HTML file, out/NAME.html unless `target` says where.
 
-    Raises `BadNotebook` for a file that is none, and for one without outputs; `CannotWrite`.
+    Raises `BadFile` for a file that is none, and for one without outputs; `CannotWrite`.
     """
     source = Path(source)
     notebook = notebooks.stripped(notebooks.read(source))
     if not any(cell.get("execution_count") for cell in notebook.cells):
-        raise notebooks.BadNotebook(
+        raise BadFile(
             f"{source.name} was not executed",
             "a notebook with outputs",
             f"Run it first: shadowkv run-notebook {source}",

@@ -7,7 +7,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from shadowkv_lab.ui import export, notebooks
+from shadowkv_lab.errors import BadFile
+from shadowkv_lab.ui import export
 from shadowkv_lab.ui.display import PLOTLY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,8 +173,8 @@ def test_nothing_of_a_notebook_runs_and_its_figures_do(browser, tmp_path):
 def test_a_notebook_that_was_not_executed_is_refused(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
     nbformat.write(notebook, tmp_path / "n.ipynb")
-    with pytest.raises(notebooks.BadNotebook, match="run-notebook"):
+    with pytest.raises(BadFile, match="run-notebook"):
         export.export(tmp_path / "n.ipynb", tmp_path / "n.html")
     (tmp_path / "broken.ipynb").write_text("{")
-    with pytest.raises(notebooks.BadNotebook, match="Cannot read"):
+    with pytest.raises(BadFile, match="Cannot read"):
         export.export(tmp_path / "broken.ipynb")
