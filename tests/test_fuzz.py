@@ -157,7 +157,7 @@ JSON = {
         json.dumps(NOTEBOOK).encode(),
         lambda p: notebooks.prepared(notebooks.read(p), {}),
     ),
-    "bench": (lines(DATA / "traffic/samples/bench-serving.made-up.jsonl", 1), results.read_results),
+    "bench": (lines(CASES / "h200-server" / "fused.jsonl"), results.read_results),
     "bench as traffic": (lines(DATA / "traffic/samples/bench-serving.made-up.jsonl"), traces.load),
     "vllm bench": (head(DATA / "traffic/samples/vllm-bench.made-up.json"), results.read_results),
     "mooncake": (lines(DATA / "traffic/samples/mooncake.jsonl", 4), traces.load),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shadowkv_lab.cli import AsJson, app, console, progress, show
+from shadowkv_lab.cli import AsJson, app, console, progress, show, shown
 
 # Imported when they are called: an application brings plotly, which `--help` need not wait for.
 APPLICATIONS = {
@@ -28,6 +28,7 @@ def command(application) -> typing.Callable[..., None]:
 
     def run(as_json: bool = False, **typed) -> None:
         from shadowkv_lab.ui.app import Work
+        from shadowkv_lab.ui.charts import words
 
         settings = {name: application.controls[name].typed(value) for name, value in typed.items()}
         start = application.start(**settings)
@@ -38,12 +39,12 @@ def command(application) -> typing.Callable[..., None]:
         if as_json:
             typer.echo(view.table.to_json(orient="records", indent=1))
             return
-        console.print(_plain(view.note), soft_wrap=True)
-        shown = view.shown
-        if shown.index.dtype.kind in "iu":
-            shown = shown.set_index(shown.columns[0])
-        shown = shown.T if len(shown.columns) > MOST_COLUMNS else shown
-        rows = shown.rename_axis("").reset_index().to_dict("records")
+        console.print(shown(_plain(words(view.note))), soft_wrap=True)
+        table = view.shown
+        if table.index.dtype.kind in "iu":
+            table = table.set_index(table.columns[0])
+        table = table.T if len(table.columns) > MOST_COLUMNS else table
+        rows = table.rename_axis("").reset_index().to_dict("records")
         show(rows, {name: str(name) for name in rows[0]})
 
     options = []

@@ -160,7 +160,7 @@ def _recorded(stamps: tuple, model: str, heads: int, mode: str) -> pd.DataFrame:
     newest = {}
     for s in sorted(seen, key=lambda s: s.origin.date):
         if s.setting.model.name == model and s.setting.heads == heads:
-            newest[s.strategy.label, s.setting, s.card] = s
+            newest[s.strategy.label, s.setting.pool_tokens, s.setting.load, s.card] = s
     if not newest:
         have = sorted({f"{s.setting.model.name}, {s.setting.heads} heads" for s in seen})
         raise NoAnswer(
@@ -235,7 +235,11 @@ def _recorded_view(
         )
     cell = nearest(frame, pool_tokens, concurrency, context)
     at_cell = (frame.pool_tokens == cell.pool_tokens) & (frame.concurrency == cell.concurrency)
-    view = views(frame[at_cell & (frame.context == cell.context)], frame)
+    at_cell &= frame.context == cell.context
+    # One card: that of the newest run of the cell, where a user's own runs lie beside the lab's.
+    newest = frame[at_cell].sort_values("origin.date").card.iloc[-1]
+    frame, at_cell = frame[frame.card == newest], at_cell[frame.card == newest]
+    view = views(frame[at_cell], frame)
     if (pool_tokens, concurrency, context) == tuple(cell[:3]):
         return view
     asked = f"Nearest recorded run to a pool of {pool_tokens:,}, {concurrency} x {context:,}. "

@@ -47,14 +47,14 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
 
 @dataclass(frozen=True)
 class _Recorded:
-    schema: int
     origin: Origin
     rows: tuple[Row, ...]
 
 
 def _recorded(path: Path) -> _Recorded:
-    found = read_json(path, _Recorded)
-    if found.schema != 1 or not any(row.heads for row in found.rows):
+    schema = read_json(path).get("schema")
+    found = read_json(path, _Recorded) if schema == 1 else None
+    if not found or not any(row.heads for row in found.rows):
         raise BadFile(f"{path.name} is no kernel benchmark of schema 1", remedy="Record it again")
     return found
 

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import nbformat
@@ -53,8 +54,10 @@ def execute(
     place = {"metadata": {"path": str(folder or source.resolve().parent)}}
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
     try:
-        client.execute()
+        client.execute(stderr=subprocess.DEVNULL)  # of the kernel itself; cells have their own
     except Exception as error:
+        if getattr(client, "_async_cleanup_kernel_future", None):  # nbclient's answer to a signal
+            raise KeyboardInterrupt from None
         raise CannotRun(
             f"{source.name} did not run: {_plain(error)}",
             remedy="Run its cells one by one in JupyterLab to see where",
@@ -64,7 +67,8 @@ def execute(
 
 def _plain(error: Exception) -> str:
     """The last line of an error, without a terminal's colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[-1]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
