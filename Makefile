@@ -19,8 +19,10 @@ reproduce: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# On this machine alone, and with a token. From a GPU machine: ssh -L 8888:127.0.0.1:8888 HOST,
+# then open the address that it prints.
 lab: setup
-	$(BIN)/jupyter lab
+	$(BIN)/jupyter lab --ServerApp.ip=127.0.0.1
 
 # Execute every notebook and write it back; recorded runs, or LIVE=1 to measure here.
 notebooks: setup

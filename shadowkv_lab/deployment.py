@@ -356,7 +356,7 @@ def deployment(
     known |= {"index_layers": index_layers, "page_size": page_size, **options}
     words = {name: assumed("as typed") for name, value in known.items() if value is not None}
     words |= given or {}
-    engine = engine or "sglang"
+    engine = "sglang" if engine is None else engine
     if index_layers is None:
         index_layers = model.index_layers
     if page_size is None:  # SGLang's pool for models with an index has pages of 64

@@ -3,6 +3,9 @@
 import difflib
 import re
 from collections.abc import Iterable
+from numbers import Integral
+
+LONGEST = 600  # characters of what was wrong
 
 
 class LabError(Exception):
@@ -13,6 +16,7 @@ class LabError(Exception):
     """
 
     def __init__(self, what: str, allowed: str = "", remedy: str = ""):
+        what = what if len(what) <= LONGEST else f"{what[:LONGEST]}…"  # it may quote a file
         self.what, self.allowed, self.remedy = what, allowed, remedy
         parts = [what.rstrip(".") + "."]
         if allowed:
@@ -58,6 +62,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 class OutOfRange(LabError):
     """A number, slot, row, option or setting outside its range."""
+
+
+def whole(value: object, what: str, least: int = 1, most: int | None = None) -> int:
+    """A whole number of at least `least`; raises `OutOfRange` for others, flags and fractions."""
+    integral = isinstance(value, Integral) and not isinstance(value, bool)
+    if not integral or value < least or (most is not None and value > most):
+        allowed = f"{least} or more" if most is None else f"{least} to {most}"
+        raise OutOfRange(f"{what} {value!r}", f"a whole number, {allowed}")
+    return int(value)
 
 
 class DoesNotFit(LabError):

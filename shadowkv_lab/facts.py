@@ -67,7 +67,8 @@ def path(*parts: str) -> Path:
 
 def stamps(folder: str, pattern: str) -> tuple[tuple[Path, int], ...]:
     """`files` with the time of their last change: a key for what is kept of them."""
-    return tuple((path, path.stat().st_mtime_ns) for path in files(folder, pattern))
+    found = files(folder, pattern)
+    return tuple((path, path.stat().st_mtime_ns if path.exists() else 0) for path in found)
 
 
 def each(paths: Iterable[Path], reader: Callable[[Path], T]) -> Iterator[tuple[Path, T]]:
@@ -136,4 +137,5 @@ def find(folder: str, what: str, name: str, remedy: str = "", kind: type[T] = di
 
 def source(entry: dict) -> Source:
     """The source of a fact that was read as a `dict`."""
-    return Source(**entry["source"])
+    told = entry["source"]
+    return Source(**{name: told.get(name) for name in Source.__dataclass_fields__})

@@ -1,6 +1,7 @@
 """What an MLA model's latent row, layers, heads and softmax scale are, and what a token costs."""
 
 import math
+import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,9 +186,9 @@ def load_model(model: "str | Path | dict | Model") -> Model:
     if isinstance(model, dict):
         return from_config(model, model.get("_name_or_path") or "config", "a config dict")
     path = Path(model)
-    if path.is_dir() and (path / "config.json").is_file():
+    if str(model) and os.path.isfile(path / "config.json"):  # pathlib raises for names too long
         path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    if path.suffix == ".json" or os.path.isfile(path):
         return _from_file(path)
     known = facts.catalogue("models", _Entry)
     names = plain_names(str(model))
@@ -281,6 +282,12 @@ def from_config(config: dict, name: str, source: str) -> Model:
         inner = outer.get(wrapper)
         if config.get("kv_lora_rank") is None and isinstance(inner, dict):
             config = inner
+    for holder, fields in ((config, KINDS), (_rope(config), ROPE_KINDS)):
+        for told, kinds in fields.items():
+            value = holder.get(told)
+            if value is not None and (not isinstance(value, kinds) or value is True):
+                words = " or ".join(WORDS[kind] for kind in kinds)
+                raise BadFile(f"{name}: {told} is {value!r:.60}", words)
     values, missing = {}, []
     for ours, names in SIZES.items():
         theirs = next((n for n in names if config.get(n) is not None), None)
@@ -315,9 +322,28 @@ def from_config(config: dict, name: str, source: str) -> Model:
     )
 
 
+# Of a config's other fields, what they may be; null and absent are alike.
+KINDS = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "linear_attn_config"), (dict,)),
+    **dict.fromkeys(("layer_types", "indexer_types", "architectures"), (list,)),
+    "index_topk_pattern": (str, list),
+    "quantization_config": (dict,),
+}
+WORDS = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a fraction"}
+ROPE_KINDS = {"factor": (int, float), "mscale_all_dim": (int, float)}
+MOST_LAYERS, MOST = 10_000, 1 << 40
+
+
+def _rope(config: dict) -> dict:
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return rope if isinstance(rope, dict) else {}
+
+
 def _size(name: str, field: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadFile(f"{name}: {field} is {value!r}", f"a whole number, {least} or more")
+    most = MOST_LAYERS if field in SIZES["decoder_layers"] else MOST
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+        raise BadFile(f"{name}: {field} is {value!r:.60}", f"a whole number, {least} to {most}")
     return value
 
 
@@ -327,7 +353,7 @@ def _attention_kinds(config: dict, layers: int, name: str) -> list[str]:
         kinds = [str(kind) for kind in types[:layers]]
         return ["" if any(word in kind for word in STATEFUL) else kind for kind in kinds]
     linear = config.get("linear_attn_config") or {}
-    if (full := linear.get("full_attn_layers")) is not None:  # numbered from 1
+    if isinstance(full := linear.get("full_attn_layers"), list):  # numbered from 1
         return ["full" if i + 1 in full else "" for i in range(layers)]
     period = config.get("layer_group_size") or config.get("full_attention_interval") or 1
     period = _size(name, "layer_group_size", period, 1)
@@ -341,7 +367,7 @@ def _attention_kinds(config: dict, layers: int, name: str) -> list[str]:
 
 def _mscale(config: dict) -> float:
     """YaRN's `0.1 * mscale_all_dim * ln(factor) + 1`, as DeepSeek-V3 applies it; 1 without YaRN."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _rope(config)
     kind = rope.get("type") or rope.get("rope_type")
     factor, all_dim = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
     if kind not in ("yarn", "deepseek_yarn") or factor <= 1:
@@ -376,6 +402,8 @@ def _quantisation(config: dict) -> str:
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = (group.get("weights") if isinstance(group, dict) else None) or {}
+        if not isinstance(weights, dict):
+            continue
         if bits := weights.get("num_bits"):
             word = {(4, "float"): "nvfp4", (8, "float"): "fp8"}
             return QUANTISED.get(word.get((bits, weights.get("type")), f"int{bits}"), "")

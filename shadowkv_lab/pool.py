@@ -1,18 +1,21 @@
 """The KV pool of one GPU: slots, per-layer buffers, and the one write path."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 
 from shadowkv_lab import machine
-from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult
+from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult, whole
 from shadowkv_lab.kernels import reference
 from shadowkv_lab.kernels.reference import FP8, bits
 from shadowkv_lab.load import Batch, make_batch
 from shadowkv_lab.model import Model
 
 CHECK_ROWS = 65536  # rows a pass of check_integrity compares: 113 MB of FP8 and BF16
+SEEDS = 2**46  # the largest: sources multiply it, and torch takes 64 bits
 SPARE_TURNS = 64  # fresh last pages a request is given, if the pool has them
 
 
@@ -20,67 +23,69 @@ class SlotAllocator:
     """Hands out slots in whole pages, as SGLang does; page 0 is the dummy and stays.
 
     `pool_tokens` counts usable slots. The dummy page comes on top, so slots run from `page_size`
-    to `pool_tokens + page_size - 1`. `order` is "contiguous" or "random" (by `seed`).
+    to `pool_tokens + page_size - 1`. `order` is "contiguous" or "random" (by `seed`). Threads may
+    share it; whatever interrupts a call, pages are free or held, and their sum stays.
     """
 
     def __init__(self, pool_tokens: int, page_size: int = 1, order: str = "contiguous", seed=0):
-        if page_size < 1 or pool_tokens < page_size or pool_tokens % page_size:
-            raise OutOfRange(
-                f"A pool of {pool_tokens} tokens in pages of {page_size}",
-                "a positive multiple of the page size",
-            )
-        if order not in ("contiguous", "random"):
-            raise OutOfRange(f"Slot order {order!r}", "contiguous, random")
+        check_size(pool_tokens, page_size, order)
         self.pool_tokens, self.page_size = pool_tokens, page_size
         pages = pool_tokens // page_size
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(whole(seed, "Seed", 0, SEEDS))
         ids = (
             torch.randperm(pages, generator=generator) if order == "random" else torch.arange(pages)
         )
-        self._free = (ids + 1).flip(0)  # a stack: its end is handed out first
-        self._top = pages
-        self.used = torch.zeros(pages + 1, dtype=torch.bool)
+        # Free pages, a stack whose end is handed out first, and which pages are held. Neither
+        # tensor is ever written to: one assignment replaces both, so that a kill finds them whole.
+        self._state = (ids + 1).flip(0), torch.zeros(pages + 1, dtype=torch.bool)
+        self._lock = RLock()
 
     @property
     def free_tokens(self) -> int:
         """Slots in pages that nobody holds."""
-        return self._top * self.page_size
+        return len(self._state[0]) * self.page_size
 
-    def allocate_pages(self, count: int) -> torch.Tensor:
-        """int64 ids of `count` fresh pages; raises `DoesNotFit` and takes none if too few."""
-        if count > self._top:
-            raise DoesNotFit(
-                f"{count * self.page_size} slots asked for, {self.free_tokens} of "
-                f"{self.pool_tokens} are free",
-                f"up to {self.free_tokens}",
-                "Free requests, shorten their context, or make the pool larger",
-            )
-        self._top -= count
-        pages = self._free[self._top : self._top + count].flip(0).clone()
-        self.used[pages] = True
-        return pages
+    def allocate_pages(self, pages: int) -> torch.Tensor:
+        """int64 ids of `pages` fresh pages; raises `DoesNotFit` and takes none if too few."""
+        pages = whole(pages, "Pages asked for:", 0)
+        with self._lock:
+            free, held = self._state
+            if pages > len(free):
+                raise DoesNotFit(
+                    f"{pages * self.page_size} slots asked for, {self.free_tokens} of "
+                    f"{self.pool_tokens} are free",
+                    f"up to {self.free_tokens}",
+                    "Free requests, shorten their context, or make the pool larger",
+                )
+            left = len(free) - pages
+            taken = free[left:].flip(0)
+            self._state = free[:left], held.index_fill(0, taken, True)
+        return taken
 
     def allocate(self, tokens: int) -> torch.Tensor:
         """int64 [tokens] slots in whole fresh pages; what is left of the last page stays held."""
-        if tokens < 1:
-            raise OutOfRange(f"{tokens} slots asked for", "1 or more")
+        tokens = whole(tokens, "Slots asked for:")
         pages = self.allocate_pages(-(-tokens // self.page_size))
         return (pages[:, None] * self.page_size + torch.arange(self.page_size)).flatten()[:tokens]
 
     def free(self, slots: torch.Tensor) -> None:
         """Give back the pages of `slots`; raises `OutOfRange` for one that is not held."""
-        self.check(slots, "free")
-        pages = torch.unique(slots.cpu() // self.page_size)
-        self.used[pages] = False
-        self._free[self._top : self._top + len(pages)] = pages.flip(0)
-        self._top += len(pages)
+        with self._lock:
+            self.check(slots, "free")
+            pages = torch.unique(slots.cpu().long() // self.page_size)
+            free, held = self._state
+            self._state = torch.cat([free, pages.flip(0)]), held.index_fill(0, pages, False)
 
     def check(self, slots: torch.Tensor, action: str) -> None:
         """Raise `OutOfRange` naming the first slot that is out of range, the dummy, or not held."""
-        slots = slots.cpu()
+        tensor = isinstance(slots, torch.Tensor)
+        if not tensor or slots.dtype not in (torch.int64, torch.int32) or slots.ndim != 1:
+            found = f"{tuple(slots.shape)} {slots.dtype}" if tensor else repr(slots)[:60]
+            raise OutOfRange(f"Cannot {action} slots {found}", "an int64 tensor of one dimension")
+        slots = slots.cpu().long()
         bad = (slots < self.page_size) | (slots >= self.pool_tokens + self.page_size)
         if not bad.any():
-            bad = ~self.used[slots // self.page_size]
+            bad = ~self._state[1][slots // self.page_size]
         if bad.any():
             slot = int(slots[bad][0])
             if slot < 0 or slot >= self.pool_tokens + self.page_size:
@@ -96,6 +101,9 @@ class SlotAllocator:
             )
 
 
+KEPT = ("fp8",), ("bf16",), ("fp8", "bf16")  # what a layer may keep
+
+
 @dataclass(frozen=True)
 class SavedRows:
     """Rows of some slots, every layer, copied out of a pool: what `Pool.load` restores."""
@@ -108,9 +116,10 @@ class Pool:
 
     `storage` names what each layer keeps: ("fp8",), ("bf16",) or ("fp8", "bf16"); with both, the
     BF16 buffer is the FP8 one's shadow. Every write (`write`, `move`, `load`, a source's fill)
-    ends in `_store`, so a shadow cannot miss one. `mirror` is "exact", `bf16(fp8(row))`, or
-    "original", the row as it came; a row that comes back by `load` is always the former.
-    `append` is the function that stores rows; kernels.append has a faster one.
+    ends in `_store`, so a shadow cannot miss one, and one thread writes at a time. `mirror` is
+    "exact", `bf16(fp8(row))`, or "original", the row as it came; a row that comes back by `load`
+    is always the former. `append` is the function that stores rows; kernels.append has a faster
+    one.
     """
 
     def __init__(
@@ -131,6 +140,9 @@ class Pool:
         self.model, self.pool_tokens, self.page_size = model, pool_tokens, page_size
         self.device, self.mirror, self.append = torch.device(device), mirror, append
         self.allocator = SlotAllocator(pool_tokens, page_size, order, seed)
+        if wrong := [kinds for kinds in storage if tuple(kinds) not in KEPT] or not storage:
+            raise OutOfRange(f"Storage {wrong}", " or ".join(map(str, KEPT)) + " for each layer")
+        self._lock = RLock()
         check_fits(model, pool_tokens, storage, page_size, self.device)
 
         def buffer(kept: bool, dtype: torch.dtype) -> torch.Tensor | None:
@@ -166,55 +178,96 @@ class Pool:
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write BF16 `rows` [n, row] to allocated `slots` [n] of one layer.
 
-        Raises `OutOfRange` before anything is written. Looks at the data, so it syncs; a captured
-        step uses `write_unchecked` and then asks `check_counters`.
+        Raises `OutOfRange` before anything is written, for a slot that is named twice too. Looks at
+        the data, so it syncs; a captured step uses `write_unchecked` and then `check_counters`.
         """
-        self._check_rows(rows, len(slots))
-        self.allocator.check(slots, "write")
-        self._store(layer, slots, rows)
+        layer = whole(layer, "Layer", 0, self.layers - 1)
+        with self._lock:
+            self._check_targets(slots, "write")
+            self._check_rows(rows, len(slots))
+            self._store(layer, slots.to(self.device), rows)
 
     def write_unchecked(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """`write` without looking at slots or rows: no host sync. NaN and Inf are counted."""
+        """`write` without looking at slots or rows: no host sync. NaN and Inf are counted.
+
+        Slots have to differ: of two rows for one slot, either may arrive, in each copy.
+        """
         self._store(layer, slots, rows)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy every layer's rows of `source` slots to `target` slots, which may overlap."""
-        for slots in (source, target):
-            self.allocator.check(slots, "move")
-        if len(source) != len(target) or len(torch.unique(target)) != len(target):
-            raise OutOfRange(
-                f"Cannot move {len(source)} slots to {len(target)}",
-                "as many distinct targets as sources",
-            )
-        for buffer in (*self.fp8, *self.bf16):
-            if buffer is not None:
-                bits(buffer)[target] = bits(buffer)[source]  # gathered first: overlap is safe
+        with self._lock:
+            self.allocator.check(source, "move")
+            self._check_targets(target, "move")
+            if len(source) != len(target):
+                raise OutOfRange(
+                    f"Cannot move {len(source)} slots to {len(target)}", "as many as there are"
+                )
+            source, target = source.to(self.device).long(), target.to(self.device).long()
+            with self._mended(range(self.layers), target):
+                for buffer in (*self.fp8, *self.bf16):
+                    if buffer is not None:  # gathered first: overlap is safe
+                        bits(buffer)[target] = bits(buffer)[source]
 
     def save(self, slots: torch.Tensor) -> SavedRows:
         """A CPU copy of the rows of `slots`, FP8 where a layer keeps FP8."""
-        self.allocator.check(slots, "save")
-        kept = [f if f is not None else b for f, b in zip(self.fp8, self.bf16, strict=True)]
-        return SavedRows(tuple(bits(k)[slots].cpu().view(k.dtype) for k in kept))
+        with self._lock:
+            self.allocator.check(slots, "save")
+            kept = [f if f is not None else b for f, b in zip(self.fp8, self.bf16, strict=True)]
+            return SavedRows(tuple(bits(k)[slots.long()].cpu().view(k.dtype) for k in kept))
 
     def load(self, slots: torch.Tensor, saved: SavedRows) -> None:
         """Restore saved rows to `slots`, bit for bit; shadows are rebuilt from the FP8 rows."""
-        self.allocator.check(slots, "load")
-        for rows, fp8 in zip(saved.rows, self.fp8, strict=True):
-            wanted = (len(slots), self.model.row), torch.bfloat16 if fp8 is None else FP8
-            if (tuple(rows.shape), rows.dtype) != wanted:
-                raise OutOfRange(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")
-        for layer, rows in enumerate(saved.rows):
-            # e4m3 -> bf16 -> e4m3 is exact, so restored rows take the write path of fresh ones.
-            self._store(layer, slots, rows.to(self.device).to(torch.bfloat16), exact=True)
+        with self._lock:
+            self._check_targets(slots, "load")
+            if len(saved.rows) != self.layers:
+                raise OutOfRange(f"Saved rows of {len(saved.rows)} layers", f"{self.layers} layers")
+            for rows, fp8 in zip(saved.rows, self.fp8, strict=True):
+                wanted = (len(slots), self.model.row), torch.bfloat16 if fp8 is None else FP8
+                if (tuple(rows.shape), rows.dtype) != wanted:
+                    raise OutOfRange(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")
+            for layer, rows in enumerate(saved.rows):
+                # e4m3 -> bf16 -> e4m3 is exact: restored rows take the write path of fresh ones.
+                rows = rows.to(self.device).to(torch.bfloat16)
+                self._store(layer, slots.to(self.device), rows, exact=True)
 
     def _store(self, layer: int, slots: torch.Tensor, rows: torch.Tensor, exact=None) -> None:
         exact = self.mirror == "exact" if exact is None else exact
-        self.append(rows, slots, self.fp8[layer], self.bf16[layer], self.counters, exact)
+        # Kernels read rows and slots one after another, whatever their strides.
+        slots, rows = slots.long().contiguous(), rows.detach().contiguous()
+        with self._lock, self._mended([layer], slots):
+            self.append(rows, slots, self.fp8[layer], self.bf16[layer], self.counters, exact)
 
-    def _check_rows(self, rows: torch.Tensor, count: int) -> None:
-        wanted = (count, self.model.row)
+    @contextmanager
+    def _mended(self, layers: Iterable[int], slots: torch.Tensor):
+        """Where a write is stopped between the two copies, the shadow follows the FP8 rows."""
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # the device itself is gone
+                for fp8, bf16 in ((self.fp8[layer], self.bf16[layer]) for layer in layers):
+                    if fp8 is not None and bf16 is not None:
+                        bf16[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
+            raise
+
+    def _check_targets(self, slots: torch.Tensor, action: str) -> None:
+        self.allocator.check(slots, action)
+        found, times = torch.unique(slots, return_counts=True)
+        if len(found) < len(slots):
+            raise OutOfRange(
+                f"Cannot {action} slot {int(found[times > 1][0])} twice at once",
+                "each slot once",
+                "Keep the last row of each slot",
+            )
+
+    def _check_rows(self, rows: torch.Tensor, wanted_rows: int) -> None:
+        wanted = (wanted_rows, self.model.row)
+        if not isinstance(rows, torch.Tensor):
+            raise OutOfRange(f"Rows of type {type(rows).__name__}", f"a tensor {wanted}")
         if tuple(rows.shape) != wanted or rows.dtype != torch.bfloat16:
             raise OutOfRange(f"Rows {tuple(rows.shape)} {rows.dtype}", f"{wanted} torch.bfloat16")
+        if rows.device != self.counters.device:
+            raise OutOfRange(f"Rows on {rows.device}", f"{self.counters.device}, as the pool is")
         if not rows.isfinite().all():
             bad = int((~rows.isfinite()).any(1).nonzero()[0])
             raise OutOfRange(
@@ -257,13 +310,21 @@ class Pool:
         requests exceed the free slots.
         """
         check_load(self.model, self.pool_tokens, concurrency, context, self.page_size)
-        count = -(-context // self.page_size)
-        pages = [self.allocator.allocate_pages(count) for _ in range(concurrency)]
-        turns = min(SPARE_TURNS, self.allocator.free_tokens // self.page_size // concurrency)
-        spares = torch.stack([p[-1] for p in pages])[None, :]
-        if turns:
-            spares = self.allocator.allocate_pages(turns * concurrency).view(turns, concurrency)
-        return make_batch(pages, [context] * concurrency, spares, self.page_size, self.device)
+        size, taken = -(-context // self.page_size), []
+        try:
+            with self.allocator._lock:  # what is left is what this batch's spares may take
+                taken.append(self.allocator.allocate_pages(size * concurrency))
+                turns = self.allocator.free_tokens // self.page_size // concurrency
+                turns = min(SPARE_TURNS, turns)
+                taken.append(self.allocator.allocate_pages(turns * concurrency))
+            pages, spares = taken[0].view(concurrency, size), taken[1].view(-1, concurrency)
+            spares = spares if turns else pages[None, :, -1]
+            lens = [context] * concurrency
+            return make_batch(list(pages), lens, spares, self.page_size, self.device)
+        except BaseException:  # a device out of memory, an interrupt: no page stays taken
+            for pages in taken:
+                self.allocator.free(pages * self.page_size)
+            raise
 
     def release(self, batch: Batch) -> None:
         """Free all slots of a batch that `batch` made."""
@@ -271,16 +332,24 @@ class Pool:
         self.allocator.free(batch.held_pages * self.page_size)
 
 
+def check_size(pool_tokens: int, page_size: int = 1, order: str = "random") -> None:
+    """Raise `OutOfRange` for a pool that no allocator can hand out."""
+    whole(page_size, "Page size")
+    if whole(pool_tokens, "Pool tokens") % page_size:
+        raise OutOfRange(
+            f"A pool of {pool_tokens} tokens in pages of {page_size}",
+            "a positive multiple of the page size",
+        )
+    if order not in ("contiguous", "random"):
+        raise OutOfRange(f"Slot order {order!r}", "contiguous, random")
+
+
 def check_load(
     model: Model, pool_tokens: int, concurrency: int, context: int, page_size: int = 1
 ) -> None:
     """Raise `OutOfRange` or `DoesNotFit` for a load that no pool of this size can hold."""
-    if concurrency < 1:
-        raise OutOfRange(f"Concurrency {concurrency}", "1 or more requests")
-    if not 1 <= context <= model.max_positions:
-        raise OutOfRange(
-            f"Context {context} for {model.name}", f"1 to {model.max_positions} tokens"
-        )
+    whole(concurrency, "Concurrency")
+    whole(context, "Context", 1, model.max_positions)
     slots = concurrency * -(-context // page_size) * page_size
     if slots > pool_tokens:
         raise DoesNotFit(
@@ -302,7 +371,7 @@ def check_fits(
     extra_bytes: int = 0,
     extra_token_bytes: int = 0,
 ) -> None:
-    """Raise `DoesNotFit` or `DoesNotFit` before a pool and its scratch are allocated.
+    """Raise `DoesNotFit` before a pool and its scratch are allocated.
 
     `extra_token_bytes` is scratch that grows with the pool, `extra_bytes` what does not.
     """

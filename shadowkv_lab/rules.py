@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import LAYOUTS, Deployment
-from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
+from shadowkv_lab.errors import OutOfRange, UnknownName
 from shadowkv_lab.model import Model
 
 KV_DTYPES = ("bf16", "fp8_e4m3", "packed_656", "fp8_e5m2", "packed_432")
@@ -301,11 +301,11 @@ def _versions(as_of: AsOf) -> dict[str, str | None]:
             if library not in releases:
                 raise UnknownName("library", library, releases)
             if _key(version) < _key(oldest := min(releases[library], key=_key)):
-                raise LabError(f"No rules were looked up for {library} {version}", f"{oldest} on")
+                raise OutOfRange(f"No rules were looked up for {library} {version}", f"{oldest} on")
         return {lib: as_of.get(lib) or max(days, key=_key) for lib, days in releases.items()}
-    day = as_of.isoformat() if isinstance(as_of, date) else as_of or "9999"
+    day = as_of.isoformat() if isinstance(as_of, date) else "9999" if as_of is None else as_of
     if not re.fullmatch(r"\d{4}(-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?)?", day):
-        raise LabError(f"{as_of!r} is not a day", "a date, '2026-02', '2026-02-28', or versions")
+        raise OutOfRange(f"{as_of!r} is not a day", "a date, '2026-02', '2026-02-28', or versions")
     # Cut to the precision given, so that '2026-02' means the whole month.
     known = {
         lib: [version for version, released in days.items() if released[: len(day)] <= day]
@@ -313,7 +313,7 @@ def _versions(as_of: AsOf) -> dict[str, str | None]:
     }
     if not all(known[lib] for lib in releases if lib != "shadowkv_lab"):
         first = max(min(days.values()) for lib, days in releases.items() if lib != "shadowkv_lab")
-        raise LabError(f"No rules were looked up for {day}", f"{first} or later")
+        raise OutOfRange(f"No rules were looked up for {day}", f"{first} or later")
     return {lib: max(found, key=_key, default=None) for lib, found in known.items()}
 
 

@@ -1,9 +1,14 @@
 """Slots, and the one write path that a shadow cannot miss."""
 
+import sys
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from shadowkv_lab import machine
 from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult
@@ -210,6 +215,282 @@ def test_kept_bytes_are_what_geometry_says(tiny):
     for kinds in (("fp8",), ("bf16",), BOTH):
         pool = pool_of(tiny, 128, kinds, page_size=64)
         assert pool.kept_bytes == (128 + 64) * tiny.layers * tiny.row_bytes("+".join(kinds))
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize("wrong", [2.5, float("nan"), -1, 0, True, None, "8", torch.tensor(8)])
+def test_only_whole_numbers_are_counts(tiny, wrong):
+    pool = pool_of(tiny)
+    calls = [
+        lambda: pool.allocate(wrong),
+        lambda: pool.batch(wrong, 4),
+        lambda: pool.batch(2, wrong),
+        lambda: SlotAllocator(wrong),
+        lambda: SlotAllocator(64, wrong),
+    ]
+    for call in calls:
+        with pytest.raises(OutOfRange, match="whole number, 1 "):
+            call()
+    assert pool.allocator.free_tokens == 64 and len(pool.allocate(64)) == 64
+
+
+def test_a_slot_named_twice_and_wrong_tensors_change_nothing(tiny):
+    pool = pool_of(tiny)
+    slots = pool.allocate(8)
+    pool.write(0, slots, rows(8))
+    before = pool.fp8[0].clone(), pool.bf16[0].clone()
+    saved, twice = pool.save(slots), slots[[0, 0, 1, 1, 2, 2, 3, 3]]
+    calls = [
+        lambda: pool.write(0, twice, rows(8, 1)),
+        lambda: pool.load(twice, saved),
+        lambda: pool.move(slots, twice),
+        lambda: pool.write(0, slots.float(), rows(8, 1)),
+        lambda: pool.write(0, slots.view(2, 4), rows(8, 1)),
+        lambda: pool.write(0, slots.tolist(), rows(8, 1)),
+        lambda: pool.write(0, slots, rows(8, 1).tolist()),
+        lambda: pool.write(0, slots, rows(8, 1).to("meta")),
+        lambda: pool.write(-1, slots, rows(8, 1)),
+        lambda: pool.write(2, slots, rows(8, 1)),
+        lambda: pool.write(0.0, slots, rows(8, 1)),
+        lambda: pool.load(slots, replace(saved, rows=saved.rows[:1])),
+        lambda: pool.free(slots > 0),
+        lambda: pool_of(tiny, kinds=()),
+        lambda: pool_of(tiny, kinds=("fp4",)),
+        lambda: Pool(tiny, 64, []),
+    ]
+    for call in calls:
+        with pytest.raises(OutOfRange):
+            call()
+    assert torch.equal(bits(pool.fp8[0]), bits(before[0]))
+    assert torch.equal(pool.bf16[0], before[1]) and pool.allocator.free_tokens == 56
+
+
+def test_strided_rows_and_slots_are_written_as_they_read(tiny, device):
+    pool, other = (pool_of(tiny, device=device) for _ in range(2))
+    slots, new = pool.allocate(8), rows(16, device=device)
+    other.allocate(8)
+    pool.write(0, slots[::2], new[::4])
+    pool.write(1, slots.int(), new.T.contiguous().T[:8])
+    other.write(0, slots[::2].clone(), new[::4].clone())
+    other.write(1, slots, new[:8].clone())
+    for ours, theirs in zip((*pool.fp8, *pool.bf16), (*other.fp8, *other.bf16), strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+def test_a_batch_that_fails_takes_nothing(tiny, monkeypatch):
+    pool = pool_of(tiny, 64, page_size=4)
+    held = pool.allocate(40)
+    with pytest.raises(DoesNotFit):
+        pool.batch(4, 10)  # 24 are free
+    assert pool.allocator.free_tokens == 24
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory for the index buffers")
+
+    monkeypatch.setattr("shadowkv_lab.pool.make_batch", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.batch(2, 8)
+    assert pool.allocator.free_tokens == 24
+    pool.free(held)
+    assert pool.allocator.free_tokens == 64
+
+
+# Threads and kills
+
+
+def test_threads_keep_the_mirror(tiny):
+    """Eight writers, half of them to one another's slots; and allocations that must not overlap."""
+    pool = pool_of(tiny, 256)
+    shared, own, errors = pool.allocate(16), [pool.allocate(8) for _ in range(8)], []
+
+    def work(n):
+        try:
+            for turn in range(30):
+                pool.write(0, own[n], rows(8, n))
+                pool.write(1, shared, rows(16, 100 * n + turn))
+                fresh = pool.allocate(4)
+                pool.write(0, fresh, rows(4, n))
+                pool.free(fresh)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors and pool.allocator.free_tokens == 256 - 16 - 64
+    pool.check_integrity()
+    for n in range(8):
+        assert torch.equal(bits(pool.fp8[0][own[n]]), bits(to_fp8(rows(8, n))))
+
+
+class Killed(BaseException):
+    """What a signal may raise, between any two lines."""
+
+
+def killed(call, at, *, files=("pool.py", "reference.py")):
+    """Run `call` and raise `Killed` at the `at`-th line that runs in these files; what came."""
+    seen = 0
+
+    def trace(frame, event, _):
+        nonlocal seen
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event == "line":
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise Killed
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return call()
+    except Killed:
+        return None
+    finally:
+        sys.settrace(before)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Allocations, writes, moves, saves, loads and frees, right, wrong and stopped at any line.
+
+    The model: which pages are held, and of each slot the FP8 rows that it may hold (two, where a
+    write was stopped).
+    """
+
+    @initialize(page_size=st.sampled_from([1, 4]), seed=st.integers(0, 9))
+    def start(self, page_size, seed):
+        shape = replace(load_model("glm-5"), name="tiny", layers=1, index_layers=1)
+        self.pool = Pool(shape, 32, [BOTH], page_size=page_size, order="random", seed=seed)
+        self.page_size, self.held, self.saved, self.turn = page_size, [], None, 0
+        self.may = {slot: {bytes(576)} for slot in range(32 + page_size)}
+
+    def stored(self, slot):
+        return bytes(bits(self.pool.fp8[0])[slot].tolist())
+
+    def pages(self):
+        return {int(slot) // self.page_size for slots in self.held for slot in slots}
+
+    def drawn(self, data):
+        return self.held[data.draw(st.integers(0, len(self.held) - 1))]
+
+    @rule(tokens=st.integers(1, 12), at=st.sampled_from(range(40)))
+    def allocate(self, tokens, at):
+        needed = -(-tokens // self.page_size) * self.page_size
+        if needed > self.pool.allocator.free_tokens:
+            with pytest.raises(DoesNotFit):
+                self.pool.allocate(tokens)
+            return
+        slots = killed(lambda: self.pool.allocate(tokens), at)
+        if slots is not None:
+            assert not {int(s) // self.page_size for s in slots} & self.pages()
+            self.held.append(slots)
+        else:  # stopped before the caller had them: free them as a caller who knows them would
+            self.free_lost(needed)
+
+    def free_lost(self, most):
+        free = {int(p) for p in self.pool.allocator._state[0]}
+        lost = set(range(1, 32 // self.page_size + 1)) - free - self.pages()
+        assert len(lost) * self.page_size <= most
+        if lost:
+            self.pool.free(torch.tensor(sorted(lost)) * self.page_size)
+
+    @rule(data=st.data(), at=st.sampled_from(range(40)))
+    def free(self, data, at):
+        if self.held:
+            slots = self.drawn(data)
+            before = self.pool.allocator.free_tokens
+            killed(lambda: self.pool.free(slots), at)
+            if self.pool.allocator.free_tokens != before:
+                self.held = [h for h in self.held if h is not slots]
+                with pytest.raises(OutOfRange, match="not allocated"):
+                    self.pool.free(slots)
+
+    @rule(concurrency=st.integers(1, 4), context=st.integers(1, 10), at=st.sampled_from(range(120)))
+    def batch(self, concurrency, context, at):
+        before = self.pool.allocator.free_tokens
+        needed = concurrency * -(-context // self.page_size) * self.page_size
+        try:
+            batch = killed(lambda: self.pool.batch(concurrency, context), at)
+        except DoesNotFit:
+            assert needed > before and self.pool.allocator.free_tokens == before
+            return
+        if batch is not None:
+            self.pool.release(batch)
+        self.free_lost(before)
+        assert self.pool.allocator.free_tokens == before
+
+    @rule(data=st.data(), at=st.sampled_from(range(90)))
+    def write(self, data, at):
+        if self.held:
+            slots, self.turn = self.drawn(data), self.turn + 1
+            new = rows(len(slots), self.turn, scale=100.0)
+            killed(lambda: self.pool.write(0, slots, new), at)
+            self.arrived(slots, to_fp8(new))
+
+    @rule(data=st.data(), at=st.sampled_from(range(90)))
+    def move(self, data, at):
+        if self.held:
+            source, target = self.drawn(data), self.drawn(data)
+            n = min(len(source), len(target))
+            new = self.pool.fp8[0][source[:n]].clone()
+            killed(lambda: self.pool.move(source[:n], target[:n]), at)
+            self.arrived(target[:n], new)
+
+    @rule(data=st.data())
+    def save(self, data):
+        if self.held:
+            slots = self.drawn(data)
+            self.saved = slots, self.pool.save(slots)
+
+    @rule(data=st.data(), at=st.sampled_from(range(120)))
+    def load(self, data, at):
+        if self.held and self.saved:
+            slots, saved = self.drawn(data), self.saved[1]
+            if len(slots) != len(saved.rows[0]):
+                with pytest.raises(OutOfRange):
+                    self.pool.load(slots, saved)
+                return
+            killed(lambda: self.pool.load(slots, saved), at)
+            self.arrived(slots, saved.rows[0])
+
+    def arrived(self, slots, new):
+        """Every slot holds its old row or the new one: what it was is what it is from now on."""
+        for slot, row in zip(slots.tolist(), bits(new).tolist(), strict=True):
+            assert self.stored(slot) in self.may[slot] | {bytes(row)}
+            self.may[slot] = {self.stored(slot)}
+
+    @rule(data=st.data())
+    def refused(self, data):
+        if self.held:
+            slots = self.drawn(data)
+            for wrong in (slots[[0, 0]], slots - 1000, slots.float(), torch.tensor([0])):
+                with pytest.raises(OutOfRange):
+                    self.pool.write(0, wrong, rows(len(wrong)))
+
+    @invariant()
+    def books_and_copies_agree(self):
+        if hasattr(self, "pool"):
+            free, held = self.pool.allocator._state
+            taken = set(held.nonzero().flatten().tolist())
+            assert taken == self.pages() and not taken & set(free.tolist())
+            assert len(taken) + len(free) == 32 // self.page_size == len(taken | set(free.tolist()))
+            assert all(self.stored(slot) in rows for slot, rows in self.may.items())
+            self.pool.check_integrity()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
 
 
 # Batches

@@ -1,7 +1,12 @@
 """`shadowkv`: the lab's functions without a browser."""
 
+import os
 import sys
+import traceback
+import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,13 +29,50 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines instead 
 
 
 def main() -> None:
-    """Run the command line; a named error becomes one line and exit status 2."""
+    """Run the command line. Exit status 0, 1 for a finding of the lab's own, 2 for a named error
+    or wrong usage, 3 for a bug of the lab, 130 where it was stopped."""
+    warnings.showwarning = _warn
     try:
-        app()
+        app()  # usage errors end here with 2, Ctrl-C with 130
     except LabError as error:
-        line = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+        _end(2, type(error).__name__, error)
+    except KeyboardInterrupt:
+        _end(130, "Stopped", "what was finished before is kept")
+    except BrokenPipeError:  # `shadowkv ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(141) from None
+    except OSError as error:
+        _end(2, "CannotWrite", f"{error.strerror or error}: {error.filename or 'output'}")
+    except Exception as error:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            _end(2, "DoesNotFit", f"the memory did not suffice ({error or 'out of memory'})")
+        if os.environ.get("SHADOWKV_TRACEBACK"):
+            raise
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}: {error}"
+        remedy = "Please report it; SHADOWKV_TRACEBACK=1 shows where it comes from"
+        _end(3, "A bug of the lab", f"{where}. {remedy}")
+
+
+def _end(code: int, name: str, what: object) -> None:
+    _said(name, what)
+    raise SystemExit(code) from None
+
+
+def _said(name: str, what: object) -> None:
+    """Print one line on standard error."""
+    line = Text.assemble((name, "bold red"), f": {' '.join(shown(str(what)).split())}")
+    with suppress(OSError):
         Console(stderr=True).print(line, soft_wrap=True)
-        raise SystemExit(2) from None
+
+
+def shown(text: str) -> str:
+    """A text without characters that a terminal would obey: files can hold any."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+def _warn(message, category, *_, **__) -> None:
+    _said("warning" if category is UserWarning else category.__name__, message)
 
 
 def integers(text: str, what: str) -> list[int]:
@@ -38,9 +80,9 @@ def integers(text: str, what: str) -> list[int]:
     try:
         values = [int(part.replace("_", "")) for part in text.split(",")]
     except ValueError:
-        raise OutOfRange(f"{what} {text!r}", "whole numbers, separated by commas") from None
-    if any(value < 1 for value in values):
-        raise OutOfRange(f"{what} {text!r}", "1 or more")
+        raise OutOfRange(f"{what} {text[:60]!r}", "whole numbers, separated by commas") from None
+    if any(not 1 <= value < 2**48 for value in values):
+        raise OutOfRange(f"{what} {text[:60]!r}", "1 or more")
     return values
 
 
@@ -58,7 +100,7 @@ def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> Non
         justify = "right" if number else "left"
         table.add_column(head, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
-        table.add_row(*(tables.column(key).cell(row[key]) for key in names))
+        table.add_row(*(shown(tables.column(key).cell(row[key])) for key in names))
     console.print(table)
 
 

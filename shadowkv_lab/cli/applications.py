@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shadowkv_lab.cli import AsJson, app, console, progress, show
+from shadowkv_lab.cli import AsJson, app, console, progress, show, shown
 
 # Imported when they are called: an application brings plotly, which `--help` need not wait for.
 APPLICATIONS = {
@@ -28,19 +28,23 @@ def command(application) -> typing.Callable[..., None]:
 
     def run(as_json: bool = False, **typed) -> None:
         from shadowkv_lab.ui.app import Work
+        from shadowkv_lab.ui.charts import words
 
         settings = {name: application.controls[name].typed(value) for name, value in typed.items()}
+        start = application.start(**settings)
+        for name, control in application.controls.items():
+            control.check(start[name], start)
         with progress(quiet=as_json) as report:
             view = application(**settings, work=Work(report))
         if as_json:
             typer.echo(view.table.to_json(orient="records", indent=1))
             return
-        console.print(_plain(view.note), soft_wrap=True)
-        shown = view.shown
-        if shown.index.dtype.kind in "iu":
-            shown = shown.set_index(shown.columns[0])
-        shown = shown.T if len(shown.columns) > MOST_COLUMNS else shown
-        rows = shown.rename_axis("").reset_index().to_dict("records")
+        console.print(shown(_plain(words(view.note))), soft_wrap=True)
+        table = view.shown
+        if table.index.dtype.kind in "iu":
+            table = table.set_index(table.columns[0])
+        table = table.T if len(table.columns) > MOST_COLUMNS else table
+        rows = table.rename_axis("").reset_index().to_dict("records")
         show(rows, {name: str(name) for name in rows[0]})
 
     options = []
@@ -71,7 +75,9 @@ def _register(name: str, place: str, said: str) -> None:
         found = getattr(importlib.import_module(f"shadowkv_lab.ui.{module}"), view)
         own = typer.Typer(add_completion=False)
         own.command()(command(found))
-        typer.main.get_command(own).main(context.args, context.command_path, standalone_mode=False)
+        found = typer.main.get_command(own)
+        if code := found.main(context.args, context.command_path, standalone_mode=False):
+            raise typer.Exit(code)
 
 
 for _name, (_place, _said) in APPLICATIONS.items():

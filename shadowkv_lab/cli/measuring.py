@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from shadowkv_lab.cli import AsJson, Device, Model, app, console, integers, progress, show
+from shadowkv_lab.errors import whole
+
+MOST = 1 << 20  # heads, or tokens of a page
 
 
 @app.command()
@@ -44,8 +47,9 @@ def rules(
     from shadowkv_lab.model import load_model
 
     shape = load_model(model)
-    heads = heads or shape.heads_per_gpu(tensor_parallel)
+    heads = shape.heads_per_gpu(tensor_parallel) if heads is None else heads
     capability = machine.card(gpu).compute_capability
+    heads, page_size = whole(heads, "Heads", 1, MOST), whole(page_size, "Page size", 1, MOST)
     serving = rules.Serving.of(shape, capability, kv_dtype, heads, page_size)
     table = rules.compatibility(serving, as_of)
     if as_json:
@@ -84,6 +88,7 @@ def measure(
 ) -> None:
     """Measure decode steps of each strategy on this machine, and check their outputs."""
     from shadowkv_lab import machine
+    from shadowkv_lab.files import ready
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import measure as decode
     from shadowkv_lab.steps.step import NOISY, append, frame, to_dict
@@ -95,13 +100,13 @@ def measure(
     ]
     bench = decode.Bench(
         shape,
-        heads or shape.heads_per_gpu(8),
+        shape.heads_per_gpu(8) if heads is None else heads,
         machine.as_device(device),
         backend=backend,
         page_size=page_size,
         order=order,
         seed=seed,
-        modes=tuple(modes.split(",")),
+        modes=tuple(mode.strip() for mode in modes.split(",")),
     )
     if pool_file:
         from shadowkv_lab.sources import poolfile
@@ -110,6 +115,8 @@ def measure(
         source = fill.source(max(integers(pool_tokens, "pool-tokens")), shape.layers)
         bench = dataclasses.replace(bench, fill=fill, source=source)
     chosen = parse_list(list(STRATEGIES) if strategies == "all" else strategies)
+    if record:
+        ready(record)
     runs = []
     with progress(quiet=as_json) as report:
         bench = dataclasses.replace(bench, progress=report)
@@ -149,7 +156,7 @@ def bench_kernels(
 ) -> None:
     """Time each kernel beside its peers and this run's copy bandwidth."""
     from shadowkv_lab import machine
-    from shadowkv_lab.files import write
+    from shadowkv_lab.files import ready, write
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import bench as kernels
     from shadowkv_lab.steps import measure as decode
@@ -157,7 +164,9 @@ def bench_kernels(
     from shadowkv_lab.steps.step import origin as origin_of
 
     shape, where = load_model(model), machine.as_device(device)
-    counts = tuple(integers(heads, "heads")) if heads else None
+    counts = None if heads is None else tuple(integers(heads, "heads"))
+    if record:
+        ready(record)
     with progress(quiet=as_json) as report:
         if tune:
             console.print(f"wrote {tuning.tune(shape, where, counts, report)}")

@@ -91,7 +91,7 @@ def budget(
     )
     load = Load(concurrency, context)
     if log:
-        reading = logs.read(log, model, gpu or REPORT_CARD, **options)
+        reading = logs.read(log, model, REPORT_CARD if gpu is None else gpu, **options)
         plan = budget.budget(reading.deployment, load)
         for line in reading.lines:
             typer.echo(line, err=True) if as_json else console.print(line, soft_wrap=True)
@@ -99,8 +99,9 @@ def budget(
         if model is None and gpu is None:
             at = published_deployment("glm5-report", **options)
         else:
-            at = deployment(model or "glm-5", gpu or REPORT_CARD, **options)
-        if smallest_card:
+            known = "glm-5" if model is None else model, REPORT_CARD if gpu is None else gpu
+            at = deployment(*known, **options)
+        if smallest_card is not None:
             _print(budget.cards_for(at, smallest_card, load), as_json)
             return
         plan = budget.budget(at, load)

@@ -80,12 +80,18 @@ def simulate(
         kv_gib=kv_gib,
     )
     if deployment:
-        given = {name: value for name, value in (options | {"model": model}).items() if value}
+        given = {
+            name: value for name, value in (options | {"model": model}).items() if value is not None
+        }
         there = published_deployment(deployment, gpu, **given)
     else:
-        names = {name: value for name, value in {"model": model, "card": gpu}.items() if value}
+        names = {
+            name: value
+            for name, value in {"model": model, "card": gpu}.items()
+            if value is not None
+        }
         there = contenders.reported_or_derived(**names, **options)
-    chosen = parse_list(strategies) if strategies else None
+    chosen = None if strategies is None else parse_list(strategies)
     found = contenders.contenders(there, chosen, anchor=rest)
     own = dict(prefill_tokens_per_s=prefill_tokens_per_s, max_new_tokens=max_new_tokens)
     own = {name: value for name, value in own.items() if value is not None}

@@ -1,7 +1,9 @@
 """The GLM-5 report reproduced: measured, predicted and published figures, and their checks."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -9,9 +11,11 @@ import torch
 
 from shadowkv_lab import machine
 from shadowkv_lab.errors import LabError, WrongResult
+from shadowkv_lab.files import ready, write
 from shadowkv_lab.glm5 import case, hypotheses, verdict
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model, load_model
+from shadowkv_lab.pool import check_load, check_size
 from shadowkv_lab.steps import fit
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import trace as profiled
@@ -86,7 +90,14 @@ def measured(steps: Sequence[Step], rest: Rest) -> pd.DataFrame:
                 label="replay",
             )
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=None if rows else MEASURED)
+
+
+MEASURED = [  # columns of a table without rows
+    *("strategy", "title", "colour", "device", "pool_tokens", "context", "measured_ms"),
+    *(f"{name}_ms" for name in (*PHASES, "step", "tpot")),
+    *("scaled", "tokens_per_s", "error", "provenance", "label"),
+]
 
 
 def _phases(step: Step) -> dict[str, float]:
@@ -138,9 +149,16 @@ def pool_here(bench: decode.Bench) -> int:
 
 
 def measure_here(
-    bench: decode.Bench, pool_tokens: int, context: int, strategies: Sequence[str] | None = None
+    bench: decode.Bench,
+    pool_tokens: int,
+    context: int,
+    strategies: Sequence[str] | None = None,
+    keep: Callable[[Step], None] = lambda step: None,
 ) -> tuple[list[Step], list[Check]]:
-    """Measure each strategy here; one that fails its correctness check becomes a failed check."""
+    """Measure each strategy here; one that fails its correctness check becomes a failed check.
+
+    `keep` gets each step as soon as it is there.
+    """
     if strategies is None:
         strategies = [*ASKED, *(ON_A_GPU if bench.device.type == "cuda" else ())]
     runs, checks = [], []
@@ -155,6 +173,7 @@ def measure_here(
             bench.progress(f"{strategy.label} left out: {error.what}", 0.0)
             continue
         runs.append(run)
+        keep(run)
         checks.append(Check(what, run.error <= TOLERANCE, f"{run.error:.1e}"))
     return runs, checks
 
@@ -238,18 +257,22 @@ def run(
 ) -> Reproduction:
     """Reproduce the GLM-5 report on this machine beside the recorded H200 run; writes under `out`.
 
-    Never raises for a strategy that is wrong: that is a failed check, and `ok` is False.
+    A strategy that is wrong is a failed check, and `ok` is False. Raises `OutOfRange`,
+    `DoesNotFit` and `CannotWrite` before anything is measured.
     """
     published = case.published()
-    context, card = context or published["default_context"], card or published["gpu"][-1]
+    context = published["default_context"] if context is None else context
+    card = machine.card(card or published["gpu"][-1]).name
     bench, out = bench_here(device, progress=progress), Path(out)
-    pool_tokens = pool_tokens or pool_here(bench)
-    out.mkdir(parents=True, exist_ok=True)
-    files = [out / "measured.jsonl"]
-    files[0].unlink(missing_ok=True)
-    runs, checks = measure_here(bench, pool_tokens, context)
-    for each in runs:
-        append(files[0], each)
+    pool_tokens = pool_here(bench) if pool_tokens is None else pool_tokens
+    check_size(pool_tokens, bench.page_size)
+    check_load(bench.model, pool_tokens, 1, context)
+    # The earlier file stands until the new one does, and a kill loses no finished step.
+    files, growing = [ready(out / "measured.jsonl")], ready(out / "measuring.jsonl")
+    growing.unlink(missing_ok=True)
+    runs, checks = measure_here(bench, pool_tokens, context, keep=partial(append, growing))
+    if runs:
+        os.replace(growing, files[0])
     checks = [*checks_of(case.arithmetic()), same_bits(bench), *checks]
     title = machine.device_title(bench.device)
     tables, notes = tables_of([*runs, *recorded_steps(context=context)], card, context)
@@ -265,5 +288,5 @@ def run(
         files += traces
     for name, table in tables.items():
         files.append(out / f"{name}.csv")
-        table.to_csv(files[-1], index=False)
+        write(files[-1], table.to_csv(index=False))
     return Reproduction(title, tables, notes, tuple(checks), tuple(files))

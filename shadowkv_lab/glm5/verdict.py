@@ -30,7 +30,7 @@ def report(card: str | None = None) -> Deployment:
 
 def full_cast_of_report(card: str | None = None, context: int | None = None) -> Step:
     """Full cast's whole step on a card of the report: its cast calibrated, the others assumed."""
-    load = Load(1, context or published()["default_context"])
+    load = Load(1, published()["default_context"] if context is None else context)
     return predict("full_cast", report(card), load, pool_tokens=published()["pool_tokens"])
 
 
@@ -81,7 +81,7 @@ def smaller_pools(
 
     One request; the whole pool comes last.
     """
-    at, load = report(card), Load(1, context or published()["default_context"])
+    at, load = report(card), Load(1, published()["default_context"] if context is None else context)
     rest = rest or report_rest(card, context)
     found = [
         answer("full_cast", at, load, rest, pool_tokens=size)
@@ -133,7 +133,10 @@ def verdict(
     second row, over a pool cut to the load. GiB are those that the report's own pool of tokens
     would need, scratch included, and tokens/s per GiB are over these.
     """
-    at, load = report(card), Load(concurrency, context or published()["default_context"])
+    at, load = (
+        report(card),
+        Load(concurrency, published()["default_context"] if context is None else context),
+    )
     rest = rest or report_rest(at.card.name, context)
     found = [a for a in answers(at, load, rest, strategies=strategies) if a.runs]
     order = {parse(name).label: i for i, name in enumerate(strategies)}

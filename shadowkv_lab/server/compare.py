@@ -13,7 +13,7 @@ import pandas as pd
 from shadowkv_lab import files, machine
 from shadowkv_lab.budget import Budget, budget
 from shadowkv_lab.deployment import Setting
-from shadowkv_lab.errors import BadFile, LabError, NoAnswer
+from shadowkv_lab.errors import BadFile, LabError, NoAnswer, whole
 from shadowkv_lab.glm5 import hypotheses
 from shadowkv_lab.glm5.case import Server
 from shadowkv_lab.load import Load
@@ -214,6 +214,9 @@ def compare(
     pool (all). The cast is the trace's, or predicted for the card where casts were measured on it;
     else it is unknown. Raises `NoAnswer` saying what differs, `BadFile`.
     """
+    for name, value in (("Steps", steps), ("Layers", layers)):
+        if value is not None:
+            whole(value, name)
     geometry, notes = _model(before, after, model)
     kind = _pool_kind(before, geometry)
     check(before, after, _auto(before, geometry, kind))
@@ -654,7 +657,7 @@ def cast_table(
         if trace is None:
             sides.append({})
             continue
-        count = steps or trace.steps
+        count = trace.steps if steps is None else steps
         if not count:
             raise BadFile(
                 f"{trace.name} does not mark its steps",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.errors import whole
 from shadowkv_lab.serving.lines import PS_PER_S
 from shadowkv_lab.serving.results import Log, Results
 from shadowkv_lab.serving.simulate import Engine, Run, _too_long
@@ -43,6 +43,9 @@ class Fleet(Results):
         return times, waiting
 
 
+MOST = 4096  # replicas, each of which is simulated
+
+
 def simulate_replicas(
     engine: Engine, traffic: Traffic, replicas: int, *, overload: bool = False
 ) -> Fleet:
@@ -54,8 +57,7 @@ def simulate_replicas(
     no replica waits for another. A closed loop is dealt out in turn, each replica a loop of its
     own. One replica is `simulate`, bit for bit. Raises as `simulate` does.
     """
-    if replicas < 1:
-        raise OutOfRange(f"{replicas} replicas", "1 or more")
+    whole(replicas, "Replicas:", 1, MOST)
     if not overload:
         require_servable(traffic, replicas * engine.prefill_tokens_per_s)
     closed = traffic.concurrency is not None

@@ -149,9 +149,16 @@ def _from_json(name: str, lines: Numbered, keys: dict) -> tuple[Format, Iterator
     def records():
         for i, line in lines:
             entry = parse(line, dict, f"{name}, line {i}")
-            yield i, *map(entry.get, kind.columns), entry.get(kind.blocks) or ()
+            yield i, *map(entry.get, kind.columns), _ids(entry, kind, name, i)
 
     return kind, records()
+
+
+def _ids(entry: dict, kind: Format, name: str, line: int) -> tuple[int, ...]:
+    ids = entry.get(kind.blocks) or ()
+    if not isinstance(ids, list | tuple) or not all(type(id) is int for id in ids):
+        raise BadFile(f"{name}, line {line}: {kind.blocks} is {ids!r:.60}", "whole numbers")
+    return tuple(ids)
 
 
 def _table(name: str, kind: Format, records: Iterator) -> Traffic:
@@ -230,6 +237,8 @@ def _benchmark(name: str, lines: Numbered) -> Traffic:
         )
     prompts, outputs, errors = run["input_lens"], run["output_lens"], run.get("errors") or []
     times = run.get("start_times")
+    if not isinstance(errors, list) or not isinstance(times, list | None):
+        raise BadFile(f"{where}: errors or start_times are no lists", f"{len(prompts)} of each")
     if len(prompts) != len(outputs) or (times is not None and len(times) != len(prompts)):
         raise BadFile(f"{where}: lists of different lengths", f"{len(prompts)} of each")
     kept, failed = [], 0

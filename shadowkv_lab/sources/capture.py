@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from shadowkv_lab.errors import BadFile, OutOfRange, WrongResult
-from shadowkv_lab.files import read_text
+from shadowkv_lab.errors import BadFile, OutOfRange, WrongResult, whole
+from shadowkv_lab.files import read_text, ready
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.sources import checkpoint, formats, poolfile
@@ -57,10 +58,15 @@ def capture(
     """Run a text through the first layers of a checkpoint and write their cache to a pool file.
 
     `text` is the text, or a path that holds it; `layers` such as "0-2" or "0,2". Prefill runs in
-    chunks, so that scores take chunk x T and not T x T. Raises `OutOfRange`, `BadFile`,
-    `BadFile`, `BadFile`, `WrongResult`, `OutOfRange`, `CannotWrite`.
+    chunks, so that scores take chunk x T and not T x T. No code of the folder is run. Raises
+    `OutOfRange`, `BadFile`, `WrongResult`, and `CannotWrite` before anything is loaded.
     """
     directory = Path(checkpoint_dir)
+    ready(out)
+    for name, value in (("Chunks of", chunk_tokens), ("Queries:", queries)):
+        whole(value, name)
+    if max_tokens is not None:
+        whole(max_tokens, "max_tokens:")
     if isinstance(text, Path):
         text = read_text(text)
     shape = load_model(directory)
@@ -112,14 +118,12 @@ def capture(
 def parse_layers(text: str, total: int) -> tuple[int, ...]:
     """Layer numbers from "0-2" or "0,2,5-7", in order; raises `OutOfRange`."""
     found: set[int] = set()
-    try:
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    except ValueError:
-        found = set()
-    if not found or min(found) < 0 or max(found) >= total:
-        raise OutOfRange(f"Layers {text!r}", f"0 to {total - 1}, such as 0-2 or 0,2")
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part, re.A)
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, -1)
+        if not first <= last < total:  # before a range of any size is made
+            raise OutOfRange(f"Layers {text[:60]!r}", f"0 to {total - 1}, such as 0-2 or 0,2")
+        found |= set(range(first, last + 1))
     return tuple(sorted(found))
 
 
@@ -127,9 +131,14 @@ def tokenise(directory: Path, text: str) -> torch.Tensor:
     """int64 [T] token ids by the checkpoint's own tokenizer; raises `BadFile`."""
     from transformers import AutoTokenizer
 
+    for name in ("config.json", "tokenizer_config.json"):
+        if (path := directory / name).is_file():
+            checkpoint.require_no_code(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of tokenizers' own kinds too
         raise BadFile(
             f"{directory.name} has no tokenizer that transformers can read ({error})",
             remedy="Copy tokenizer.json and tokenizer_config.json into it",

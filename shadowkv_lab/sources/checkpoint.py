@@ -7,6 +7,7 @@ and three layers, 4.3 GB of BF16. BF16, F16 and F32 tensors are read as they are
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,9 +57,10 @@ class Shards:
         shard = self.shard_of[name]
         if shard not in self.opened:
             path = self.directory / shard
-            if not path.is_file():
+            if Path(shard).name != shard or not os.path.isfile(path):  # nothing outside the folder
                 raise BadFile(
-                    f"The index puts {name} into {shard}, which is not in {self.directory.name}",
+                    f"The index puts {name} into {shard:.80}, which is not in "
+                    f"{self.directory.name}",
                     remedy="Download that shard, or the whole checkpoint again",
                 )
             self.opened[shard] = TensorFile(path)
@@ -116,7 +118,7 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
     """The folder's index and config; opens no shard. Raises what is wrong with the folder."""
     directory = Path(directory)
     model_of(directory)  # raises BadFile
-    config = read_json(directory / "config.json")
+    config = require_no_code(directory / "config.json")
     method = quantisation(directory, config)
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
@@ -134,6 +136,19 @@ def open_shards(directory: Path | str) -> tuple[Shards, dict]:
             )
         raise BadFile(f"{directory.name} has no {index.name} and no {single.name}")
     return Shards(directory, shard_of, method), config
+
+
+def require_no_code(path: Path) -> dict:
+    """A folder's JSON; raises `BadFile` if it asks for Python files of that folder to be run."""
+    found = read_json(path)
+    if code := found.get("auto_map"):
+        names = code.values() if isinstance(code, dict) else [code]
+        raise BadFile(
+            f"{path} needs code of its own: auto_map names {', '.join(map(str, names))}"[:300],
+            "checkpoints that transformers itself can read; the lab runs no code of a model folder",
+            "If transformers knows this architecture, take auto_map out of a copy of the file",
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Tensors: `rows.L` [T, width] for each captured layer L of the model, and where t
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -109,6 +110,8 @@ def load(path: Path | str, geometry: Model | None = None) -> PoolFile:
         header = f"the header of {file.path.name}"
         shape = parse(meta["geometry"], Model, header)
         layers = parse(meta["layers"], tuple[int, ...], header)
+        if not re.fullmatch(r"[\w .+/()-]{1,120}", shape.name):  # it stands in titles and texts
+            raise BadFile(f"{header}: the model is called {shape.name!r:.80}", "a plain name")
         scale, page_size, storage = float(meta["scale"]), int(meta["page_size"]), meta["storage"]
         tokens = file.entry(f"rows.{layers[0]}").shape[0]
         lens = tuple(file.view("lens").tolist()) if "lens" in file else (tokens,)

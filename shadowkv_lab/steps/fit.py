@@ -308,7 +308,7 @@ def _of_rows(keys: list[Key], page_size: int, gathered: bool) -> list[Key]:
 
 def _lend(lender: Key, ms: float, launch_ms: float, card: str) -> float:
     """A time on the lender's card as it would be on another: launches stay, the rest scales."""
-    there, here = machine.card_of(lender.card), machine.card_of(card)
+    there, here = machine.card_of(lender.card), machine.card(card)
     by_bandwidth = there.bandwidth_gb_per_s / here.bandwidth_gb_per_s
     by_issue = there.issue_rate / here.issue_rate
     # A kernel bound by instructions gains no more from bandwidth than one that is bound by it.

@@ -1,16 +1,18 @@
 """Decode steps measured: each strategy in turn, phases and whole, and checked before reported."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from shadowkv_lab import kernels, machine
-from shadowkv_lab.deployment import Setting
+from shadowkv_lab.deployment import GIB, Setting
+from shadowkv_lab.errors import CannotRun, DoesNotFit, UnknownName, whole
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model
-from shadowkv_lab.pool import Pool, check_fits, check_load
+from shadowkv_lab.pool import SEEDS, Pool, check_fits, check_load, check_size
 from shadowkv_lab.provenance import measured
 from shadowkv_lab.sources import synthetic
 from shadowkv_lab.steps import step as steps
@@ -68,17 +70,78 @@ def measure(
 ) -> Iterator[Step]:
     """Steps of every strategy at every pool size and load (concurrency, context) that fits.
 
-    Everything is checked before anything is allocated. Strategies run one after another, each
-    freeing its buffers before the next. Where several pools or loads are asked for, those that
-    exceed a pool are left out; a single one raises. Raises `WrongResult`, `Cancelled`.
+    Everything is checked at once, before anything is allocated. Strategies run one after another,
+    each freeing its buffers before the next. Where several pools or loads are asked for, those that
+    exceed a pool are left out; a single one raises, and so do loads of which none fits.
+
+    Raises `WrongResult`, `Cancelled`, `DoesNotFit` (also where memory runs out on the way), and
+    `CannotRun` where the device fails.
     """
+    return _measured(bench, _cells(bench, strategies, pool_tokens, loads))
+
+
+def _cells(
+    bench: Bench,
+    strategies: Sequence[Strategy],
+    pool_tokens: Sequence[int],
+    loads: Sequence[tuple[int, int]],
+) -> list[tuple[Strategy, int, list[tuple[int, int]]]]:
+    """Each strategy and pool with the loads that fit; raises what would stop any of them."""
+    for P in pool_tokens:
+        check_size(P, bench.page_size, bench.order)
+    if unknown := [mode for mode in bench.modes if mode not in steps.MODES] or not bench.modes:
+        raise UnknownName("mode", unknown[0] if bench.modes else "", steps.MODES)
+    whole(bench.seed, "Seed", 0, SEEDS)
+    whole(bench.heads, "Heads")
+    for concurrency, context in loads:
+        whole(concurrency, "Concurrency")
+        whole(context, "Context")
     cells = [
         (s, P, _fitting(bench, P, loads, len(pool_tokens) > 1))
         for s in strategies
         for P in sorted(set(pool_tokens))
     ]
+    if not any(fitting for *_, fitting in cells):
+        raise DoesNotFit(
+            f"No load fits a pool of {max(pool_tokens, default=0)} tokens",
+            f"concurrency x context up to the pool's tokens, and context up to "
+            f"{bench.model.max_positions} for {bench.model.name}",
+            "Ask for a shorter context, fewer requests or a larger pool",
+        )
     for s, P, fitting in cells:
         check(bench, s, P, fitting)
+    return cells
+
+
+@contextmanager
+def named(device: torch.device):
+    """Say in the lab's words that memory ran out or the device failed; memory is given back."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = f"{machine.memory(device).free_bytes / GIB:.2f} GiB are free on {device} now"
+        said = str(error).partition("\n")[0].partition(". GPU ")[0]
+        raise DoesNotFit(
+            f"The memory ran out in the middle ({said})",
+            free,
+            "Another process may have taken some: measure a smaller pool, or stop it",
+        ) from None
+    except getattr(torch, "AcceleratorError", ()) as error:
+        raise CannotRun(
+            f"{device} failed ({str(error).partition(chr(10))[0]})",
+            remedy="Start the process anew: CUDA takes no more work from this one",
+        ) from None
+
+
+def _measured(bench: Bench, cells: Sequence[tuple]) -> Iterator[Step]:
+    with named(bench.device):
+        try:
+            yield from _each(bench, cells)
+        finally:
+            release(bench.device)
+
+
+def _each(bench: Bench, cells: Sequence[tuple]) -> Iterator[Step]:
     total, done = sum(len(fitting) for *_, fitting in cells), 0
     bandwidth(bench.device)
     for s, P, fitting in cells:
@@ -120,7 +183,10 @@ def _fitting(bench: Bench, P: int, loads: Sequence[tuple[int, int]], many_pools:
     if len(loads) == 1 and not many_pools:
         check_load(bench.model, P, *loads[0], bench.page_size)
         return list(loads)
-    return [(c, n) for c, n in loads if c * n <= P and n <= bench.model.max_positions]
+    page = bench.page_size  # a request takes whole pages
+    return [
+        (c, n) for c, n in loads if c * -(-n // page) * page <= P and n <= bench.model.max_positions
+    ]
 
 
 def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, int]]) -> None:
@@ -181,7 +247,7 @@ def _measure_load(
         for mode in bench.modes if device.type == "cuda" else ("eager",):
             whole, fn, parts = _times(bench, step, mode)
             error = check_output(step, fn, bench.seed)
-            taken = _allocated(device) - before_bytes - step.kept_bytes
+            taken = max(0, _allocated(device) - before_bytes - step.kept_bytes)
             yield Step(
                 strategy=strategy.tag,
                 setting=setting,
@@ -248,7 +314,7 @@ def _times(
         # Attention reads scratch that the cast has just written, so it is timed behind the cast
         # and the cast taken off: alone, every layer would find the last one's rows in L2.
         parts["cast"] = sample(graph("cast")).median_ms
-        parts["attend"] = sample(graph("cast", "attend")).median_ms - parts["cast"]
+        parts["attend"] = max(0.0, sample(graph("cast", "attend")).median_ms - parts["cast"])
     else:
         parts["attend"] = sample(graph("attend")).median_ms
     replay = graph(*PHASES)
@@ -279,8 +345,9 @@ def check_output(step: DecodeStep, run: Callable[[], object], seed: int) -> floa
 def release(device: torch.device) -> None:
     """Give freed buffers back, so that the next strategy's check sees them as free."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        with suppress(getattr(torch, "AcceleratorError", ())):  # named where it came up
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
 
 
 def _allocated(device: torch.device) -> int:

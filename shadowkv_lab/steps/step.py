@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import pandas as pd
 import torch
 
 from shadowkv_lab import facts, files, machine
 from shadowkv_lab.deployment import Setting
-from shadowkv_lab.errors import BadFile
+from shadowkv_lab.errors import BadFile, OutOfRange
 from shadowkv_lab.provenance import Provenance
 from shadowkv_lab.provenance import recorded as recorded_by
 from shadowkv_lab.strategies import Label
@@ -250,24 +251,66 @@ def to_dict(step: Step) -> dict:
 def read(path: str | Path) -> list[Step]:
     """All steps of a record file.
 
-    A last line that was cut short is skipped with a warning that names it. Raises `BadFile` for
-    any other line that is no step, and for another schema version.
+    A line that was cut short is skipped with a warning that names it. Raises `BadFile` for any
+    other line that is no measured step, and for another schema version.
     """
+    for number, line in enumerate(files.read_bytes(path).split(b"\n"), 1):
+        told = SCHEMA_OF.search(line)
+        if told and told[1] != str(SCHEMA).encode():
+            raise BadFile(
+                f"{path}, line {number} has schema {told[1][:20].decode('ascii', 'replace')}",
+                f"schema {SCHEMA}",
+                "Record the run again",
+            )
+    return files.read_lines(path, _kept())
+
+
+@cache
+def _kept():
+    from pydantic import AfterValidator
+
+    return Annotated[Step, AfterValidator(_measured)]
+
+
+def _measured(step: Step) -> Step:
+    """A step as a record file may hold it; raises `OutOfRange` naming the field."""
+    at, of = step.setting, step.origin
+    if of is None:
+        raise OutOfRange("origin is not there", "where each step was measured")
     try:
-        return files.read_lines(path, Step)
-    except BadFile:
-        for number, line in enumerate(files.read_text(path).splitlines(), 1):
-            schema = SCHEMA_OF.search(line)
-            if schema and schema[1] != str(SCHEMA):
-                raise BadFile(
-                    f"{path}, line {number} has schema {schema[1]}",
-                    f"schema {SCHEMA}",
-                    "Record the run again",
-                ) from None
-        raise
+        datetime.fromisoformat(of.date)
+    except ValueError:
+        raise OutOfRange(f"origin.date is {of.date!r}", "a date such as 2026-12-01") from None
+    counts = {"heads": at.heads, "pool_tokens": at.pool_tokens, "page_size": at.page_size}
+    counts |= {"load.concurrency": at.load.concurrency, "load.context": at.load.context}
+    counts |= {"load.tokens_per_step": at.load.tokens_per_step}
+    sizes = ("layers", "heads", "kv_lora_rank", "hidden_size", "max_positions")
+    counts |= {f"model.{name}": getattr(at.model, name) for name in sizes}
+    least = {f"setting.{name}": (value, 1) for name, value in counts.items()}
+    others = ("kept_bytes", "scratch_bytes", "spread_ms", "samples", "plan_ms", "clipped", "error")
+    least |= {name: (getattr(step, name) or 0, 0) for name in others}
+    least |= {"origin.copy_gb_per_s": (of.copy_gb_per_s, 0)}
+    least |= {"origin.read_gb_per_s": (of.read_gb_per_s, 0)}
+    for i, phase in enumerate(step.phases):
+        least |= {f"phases.{i}.ms": (phase.ms, 0), f"phases.{i}.bytes": (phase.bytes, 0)}
+    for name, (value, smallest) in least.items():
+        if value < smallest:
+            raise OutOfRange(f"{name} is {value}", f"{smallest} or more")
+    if step.ms <= 0:
+        raise OutOfRange(f"ms is {step.ms}", "above 0")
+    names = [phase.name for phase in step.phases]
+    if not names or len(set(names)) < len(names) or not set(names) <= set(PHASES):
+        raise OutOfRange(f"phases are {names}", f"each of {', '.join(PHASES)} once at most")
+    if step.mode not in MODES:
+        raise OutOfRange(f"mode is {step.mode!r}", ", ".join(MODES))
+    if not COLOUR.fullmatch(step.strategy.colour):
+        raise OutOfRange(f"strategy.colour is {step.strategy.colour!r}", "such as #D55E00, or red")
+    return step
 
 
-SCHEMA_OF = re.compile(r'^\s*\{\s*"schema"\s*:\s*(\w+)')
+MODES = ("graph", "eager")
+COLOUR = re.compile(r"#[0-9a-fA-F]{3,8}|[a-zA-Z]+")
+SCHEMA_OF = re.compile(rb'"schema"\s*:\s*"?(\w+)')
 
 
 def recorded() -> list[Step]:

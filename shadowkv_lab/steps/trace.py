@@ -8,6 +8,7 @@ target's steps are `step[TARGET_VERIFY ...]` (`step[VERIFY ...]` since 0.5.2x) a
 
 import math
 import re
+import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ def read_trace(path: str | Path) -> Trace:
                 start, end = _start(event), _start(event) + _duration(event, path.name)
                 marks.append((stage, start, end, kind == "gpu_user_annotation", _lane(event)))
         elif kind in ("cuda_runtime", "cuda_driver") and isinstance(event.get("args"), dict):
-            calls[event["args"].get("correlation")] = event
+            calls[_key(event["args"].get("correlation"))] = event
     if not kernels:
         raise BadFile(
             f"{path.name} holds no GPU kernels",
@@ -151,12 +152,12 @@ def _stage(name: str) -> str | None:
 
 def _start(event: dict) -> float:
     start = event.get("ts", 0)
-    return float(start) if isinstance(start, int | float) else 0.0
+    return float(start) if isinstance(start, int | float) and abs(start) < 1e300 else 0.0
 
 
 def _duration(event: dict, file: str) -> float:
     took = event.get("dur")
-    if not (isinstance(took, int | float) and math.isfinite(took) and took >= 0):
+    if not (isinstance(took, int | float) and 0 <= took < 1e300):
         raise BadFile(
             f"{file}: {short_name(str(event.get('name')))!r} lasts {took!r} us",
             "a time of 0 or more",
@@ -166,7 +167,11 @@ def _duration(event: dict, file: str) -> float:
 
 
 def _lane(event: dict) -> tuple:
-    return event.get("pid"), event.get("tid")
+    return _key(event.get("pid")), _key(event.get("tid"))
+
+
+def _key(value: object) -> int | str | None:
+    return value if isinstance(value, int | str) else None
 
 
 def _owners(marks: list[tuple], calls: dict):
@@ -199,7 +204,7 @@ def _owners(marks: list[tuple], calls: dict):
     def owner(event: dict) -> str:
         middle = _start(event) + float(event["dur"]) / 2
         args = event.get("args")
-        call = calls.get(args.get("correlation")) if isinstance(args, dict) else None
+        call = calls.get(_key(args.get("correlation"))) if isinstance(args, dict) else None
         places = [(("gpu", *_lane(event)), middle)]
         places += [("host", _start(call))] if call else []
         places += [("gpu", middle), ("host", middle)]
@@ -245,6 +250,8 @@ def profile_step(
     trace: str | Path | None = None,
 ) -> Profile:
     """Profile one eager step after a warm-up; `trace` is written for Perfetto (.json.gz)."""
+    if trace is not None:
+        files.ready(trace)
     strategy = parse(strategy)
     decode.check(bench, strategy, pool_tokens, [(concurrency, context)])
     pool = decode.make_pool(bench, strategy, pool_tokens)
@@ -259,8 +266,10 @@ def profile_step(
         if gpu:
             torch.cuda.synchronize(bench.device)
     if trace is not None:
-        Path(trace).parent.mkdir(parents=True, exist_ok=True)
-        seen.export_chrome_trace(str(trace))
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / "trace.json.gz"  # torch packs what is called so
+            seen.export_chrome_trace(str(whole))
+            files.write(trace, whole.read_bytes())
     found = []
     for event in seen.key_averages():
         on_gpu = event.device_type != torch.autograd.DeviceType.CPU

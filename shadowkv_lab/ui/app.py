@@ -17,7 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab.errors import CannotWrite, LabError
-from shadowkv_lab.ui import display, plots, tables
+from shadowkv_lab.ui import charts, display, plots, tables
 
 if TYPE_CHECKING:
     from shadowkv_lab.ui.application import Application
@@ -252,7 +252,7 @@ class App:
         if isinstance(view, LabError):
             self._end(_in_place(view))
             return
-        self.view, self.line, self.note.value = view, line, view.note
+        self.view, self.line, self.note.value = view, line, charts.words(view.note)
         told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
         self.code.value = f"To show the same: {told}"
         for name, text in view.beside.items():

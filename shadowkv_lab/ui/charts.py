@@ -6,6 +6,7 @@ Frames are tidy: one row per strategy or point, with the columns `title`, `colou
 `provenance`.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -17,6 +18,7 @@ from shadowkv_lab.strategies import Label, parse
 # For what is no strategy: greys, and hues too dull to be taken for a strategy's.
 OTHERS = ("#4a5568", "#8d99ae", "#6b5b4b", "#b8a98f", "#777777", "#bbbbbb", "#3d5a40")
 GREY, DARK = "#bdbdbd", "#555555"
+pd.set_option("styler.format.escape", "html")  # a table's fields are text, as in a plain frame
 OPACITY = {"cast": 1.0, "attention": 0.62, "write": 0.3}
 
 WIDTH, HEIGHT = 860, 420
@@ -68,6 +70,23 @@ def heading(finding: str, note: str = "") -> str:
     return f"{finding[0].upper()}{finding[1:]}" + (f"<br><sup>{note}</sup>" if note else "")
 
 
+OURS = re.compile(r"<(?!(?:/?(?:b|i|em|sup|sub|pre|code|extra)|br)>)")
+
+
+def words(text: str) -> str:
+    """Text with the lab's own marks alone, none of which has an attribute: whatever else looks
+    like an element stands there as it is, since a record or a log may hold anything."""
+    return OURS.sub("&lt;", text) if "<" in text else text
+
+
+def _in_words(value: object) -> object:
+    if isinstance(value, str):
+        return words(value)
+    if isinstance(value, dict):
+        return {key: _in_words(part) for key, part in value.items()}
+    return [_in_words(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def figure(
     title: str,
     /,
@@ -92,7 +111,7 @@ def figure(
         "template": TEMPLATE,
     }
     # NOTE: plotly's checks of every property take most of a figure's time; a test makes them.
-    return go.Figure(list(traces), merged(base, layout), _validate=False)
+    return go.Figure(_in_words(list(traces)), _in_words(merged(base, layout)), _validate=False)
 
 
 def merged(base: Mapping, more: Mapping) -> dict:

@@ -36,6 +36,11 @@ class Control:
         help_ = {"tooltip": self.help} if self.help else {}
         return self._kind(value)(description=self.label, style=LABEL, **more, **help_)
 
+    def check(self, value: object, settings: dict) -> None:
+        """Raise what `widget` does, without one; None is what the function fills in."""
+        if value is not None:
+            self._more(value, settings)
+
     def put(self, widget: w.Widget, value: object, settings: dict) -> None:
         """Set a widget's value, and its options as they are with these settings."""
         more = self._more(value, settings)

@@ -169,7 +169,7 @@ def _recorded(stamps: tuple, model: str, heads: int, mode: str) -> pd.DataFrame:
     newest = {}
     for s in sorted(seen, key=lambda s: s.origin.date):
         if s.setting.model.name == model and s.setting.heads == heads:
-            newest[s.strategy.label, s.setting, s.card] = s
+            newest[s.strategy.label, s.setting.pool_tokens, s.setting.load, s.card] = s
     if not newest:
         have = sorted({f"{s.setting.model.name}, {s.setting.heads} heads" for s in seen})
         raise NoAnswer(
@@ -189,7 +189,7 @@ def _plain(frame: pd.DataFrame) -> pd.DataFrame:
 def nearest(frame: pd.DataFrame, pool_tokens: int, concurrency: int, context: int) -> pd.Series:
     """The recorded cell (pool, concurrency, context) nearest in log space."""
     cells = frame[["pool_tokens", "concurrency", "context"]].drop_duplicates()
-    asked = np.log([pool_tokens, concurrency, context])
+    asked = np.log(np.array([pool_tokens, concurrency, context], float))
     return cells.iloc[np.abs(np.log(cells.to_numpy()) - asked).sum(axis=1).argmin()]
 
 
@@ -244,7 +244,11 @@ def _recorded_view(
         )
     cell = nearest(frame, pool_tokens, concurrency, context)
     at_cell = (frame.pool_tokens == cell.pool_tokens) & (frame.concurrency == cell.concurrency)
-    view = views(frame[at_cell & (frame.context == cell.context)], frame)
+    at_cell &= frame.context == cell.context
+    # One card: that of the newest run of the cell, where a user's own runs lie beside the lab's.
+    newest = frame[at_cell].sort_values("origin.date").card.iloc[-1]
+    frame, at_cell = frame[frame.card == newest], at_cell[frame.card == newest]
+    view = views(frame[at_cell], frame)
     if (pool_tokens, concurrency, context) == tuple(cell[:3]):
         return view
     asked = f"Nearest recorded run to a pool of {pool_tokens:,}, {concurrency} x {context:,}. "

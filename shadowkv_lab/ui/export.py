@@ -1,5 +1,12 @@
-"""An executed notebook as one HTML file that works offline: live plots, formulas, no request."""
+"""An executed notebook as one HTML file that works offline: live plots, formulas, no request.
 
+Whatever a notebook's outputs and texts hold, no code of theirs runs: the body is cleaned to the
+elements and attributes below, figures are drawn anew from their JSON, and the page's own policy
+names its two scripts by hash and forbids every request, form and base address.
+"""
+
+import base64
+import hashlib
 import html
 import json
 import re
@@ -7,6 +14,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import nbformat
+from bleach.css_sanitizer import CSSSanitizer
+from bleach.sanitizer import Cleaner
 from jinja2 import pass_context
 from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
@@ -14,6 +23,7 @@ from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer,
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
+from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import ready, write
 from shadowkv_lab.ui import notebooks
 from shadowkv_lab.ui.display import PLOTLY
@@ -22,9 +32,21 @@ OUT = Path("out")
 
 # The browser itself refuses whatever a notebook's outputs might ask for.
 POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; "
-    "style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+    "default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
+    "font-src data:; connect-src 'none'; form-action 'none'; base-uri 'none'"
 )
+TAGS = """
+a abbr b blockquote br caption code col colgroup dd del details div dl dt em figcaption figure h1 h2
+h3 h4 h5 h6 hr i img ins kbd li ol p pre q s small span strong sub summary sup table tbody td tfoot
+th thead tr tt u ul var
+math mfrac mi mmultiscripts mn mo mover mpadded mphantom mroot mrow mspace msqrt mstyle msub msubsup
+msup mtable mtd mtext mtr munder munderover
+"""
+ATTRIBUTES = """
+align alt class colspan display fence height id lang linethickness lspace mathvariant maxsize
+minsize open rowspan rspace scope start stretchy style title width
+"""
+LINK = re.compile(r"(https?://|mailto:)|(?!//)[^:]*$")  # or to a file beside the page
 
 CSS = """
 body { font: 16px/1.55 Inter, Helvetica, Arial, sans-serif; color: #222; max-width: 960px;
@@ -121,12 +143,12 @@ class _Exporter(HTMLExporter):
 def export(source: str | Path, target: str | Path | None = None) -> Path:
     """Write an executed notebook as one HTML file, out/NAME.html unless `target` says where.
 
-    Raises `BadNotebook` for a file that is none, and for one without outputs; `CannotWrite`.
+    Raises `BadFile` for a file that is none, and for one without outputs; `CannotWrite`.
     """
     source = Path(source)
     notebook = notebooks.stripped(notebooks.read(source))
     if not any(cell.get("execution_count") for cell in notebook.cells):
-        raise notebooks.BadNotebook(
+        raise BadFile(
             f"{source.name} was not executed",
             "a notebook with outputs",
             f"Run it first: shadowkv run-notebook {source}",
@@ -140,40 +162,86 @@ def page(notebook: nbformat.NotebookNode, source: Path) -> str:
     specs, name = _take_plots(notebook), source.name
     folder = {"metadata": {"path": str(source.resolve().parent)}}
     body, _ = _Exporter().from_notebook_node(notebook, folder)
-    # The policy below refuses requests, and no browser lets one refuse to be sent elsewhere.
-    body = re.sub(r"<meta\b[^>]*>", "", body, flags=re.I)
+    body, styles = clean(body)
     plots = "".join(
         f'<script type="application/json" class="plot-spec" data-plot="plot-{i}">'
         f"{_inside_script(json.dumps(spec))}</script>\n"
         for i, spec in enumerate(specs)
     )
-    library = f"<script>{_inside_script(get_plotlyjs())}</script>" if specs else ""
+    scripts = [_inside_script(get_plotlyjs()), DRAW] if specs else []
+    hashes = [hashlib.sha256(text.encode()).digest() for text in scripts]
+    hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes]
+    policy = POLICY.format(hashes=" ".join(hashes) or "'none'")
+    library, draw = (f"<script>{text}</script>" for text in scripts) if specs else ("", "")
     code = HtmlFormatter(style="default").get_style_defs(".highlight")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width">\n'
-        f"<title>{html.escape(_title(notebook) or name)}</title>\n<style>{CSS}{code}</style>\n"
+        f"<title>{html.escape(_title(notebook) or name)}</title>\n"
+        f"<style>{CSS}{code}{styles}</style>\n"
         f"</head><body>\n{body}\n<footer>{html.escape(name)}, exported by shadowkv_lab. Plots are "
         f"live; this file asks the network for nothing.</footer>\n{library}\n{plots}"
-        f"<script>{DRAW if specs else ''}</script>\n</body></html>\n"
+        f"{draw}\n</body></html>\n"
     )
+
+
+def clean(body: str) -> tuple[str, str]:
+    """A body without anything that could run or ask, and the style sheets that stood in it."""
+    sheets = [sheet for _, sheet in STYLE.findall(body)]
+    body = SCRIPT.sub("", STYLE.sub("", body))
+    styles = [s for s in sheets if not re.search(r"[<@\\]|url|position|expression|content", s)]
+    return _cleaner().clean(body), "\n".join(styles)
+
+
+STYLE = re.compile(r"<style\b([^>]*)>(.*?)</style\s*>", re.I | re.S)
+SCRIPT = re.compile(r"<script\b.*?</script\s*>", re.I | re.S)  # else its text would be shown
+
+
+def _cleaner() -> Cleaner:
+    return Cleaner(
+        tags=TAGS.split(),
+        attributes=_allowed,
+        protocols=("http", "https", "mailto", "data"),
+        strip=True,
+        css_sanitizer=CSSSanitizer(),
+    )
+
+
+def _allowed(tag: str, name: str, value: str) -> bool:
+    if name == "href":
+        return tag == "a" and bool(LINK.match(value))
+    if name == "src":
+        return tag == "img" and value.startswith("data:image/")
+    return name in ATTRIBUTES.split()
+
+
+def _text(value: object) -> object:
+    """A figure's JSON without links in its texts: the only mark of plotly's that leads away."""
+    if isinstance(value, dict):
+        return {key: _text(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_text(part) for part in value]
+    return re.sub(r"</?a\b[^>]*>?", "", value, flags=re.I) if isinstance(value, str) else value
 
 
 def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
     """Put a place in each plotly output, and formulas in LaTeX ones; returns the figures."""
     specs = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            found = output.get("data", {})
-            if PLOTLY in found:
-                spec = found[PLOTLY]
-                place = f'<div class="plot" id="plot-{len(specs)}"></div>'
-                output.data = nbformat.NotebookNode({"text/html": place})
-                specs.append({"data": spec.get("data", []), "layout": spec.get("layout", {})})
-            elif "text/latex" in found and "text/html" not in found:
-                tex = "".join(found["text/latex"]).strip().strip("$")
-                found["text/html"] = formula(tex, block=True)
+    for output in (o for cell in notebook.cells for o in cell.get("outputs", [])):
+        found = output.get("data", {})
+        if PLOTLY in found:
+            spec = found[PLOTLY]
+            place = f'<div class="plot" id="plot-{len(specs)}"></div>'
+            output.data = nbformat.NotebookNode({"text/html": place})
+            specs.append(_text({part: spec.get(part, {}) for part in ("data", "layout")}))
+        elif "image/svg+xml" in found:  # as a picture, whose scripts do not run
+            svg = base64.b64encode("".join(found["image/svg+xml"]).encode()).decode()
+            html_of = f'<img src="data:image/svg+xml;base64,{svg}">'
+            output.data = nbformat.NotebookNode({"text/html": html_of})
+        elif "text/latex" in found and "text/html" not in found:
+            tex = "".join(found["text/latex"]).strip().strip("$")
+            found["text/html"] = formula(tex, block=True)
     return specs
 
 
@@ -185,4 +253,5 @@ def _title(notebook: nbformat.NotebookNode) -> str:
 
 def _inside_script(text: str) -> str:
     """Text that cannot end the script element it stands in."""
-    return re.sub(r"<(?=/script|!--)", r"\\u003c", text, flags=re.I)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # as a browser reads and hashes it
+    return re.sub(r"<(?=/?script|!--)", r"\\u003c", text, flags=re.I)

@@ -1,5 +1,6 @@
 """Figures of the kernel benchmark: bandwidth against the floor, and ours against the peers."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -7,8 +8,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import facts
-from shadowkv_lab.errors import BadFile
+from shadowkv_lab.errors import BadFile, OutOfRange
 from shadowkv_lab.files import read_json
+from shadowkv_lab.steps.bench import Row
+from shadowkv_lab.steps.step import Origin
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
@@ -37,12 +40,23 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
             "data/runs/*kernels.json",
             "Record one on a GPU: shadowkv bench kernels --record FILE",
         )
-    files = [read_json(p) for p in paths]
-    for p, file in zip(paths, files, strict=True):
-        if file.get("schema") != 1:
-            raise BadFile(f"{p.name} is no kernel benchmark of schema 1", remedy="Record it again")
-    newest = max(files, key=lambda f: f["origin"]["date"])
-    return pd.DataFrame(newest["rows"]), newest["origin"]
+    files = [_recorded(Path(path))] if path else [f for _, f in facts.each(paths, _recorded)]
+    newest = max(files, key=lambda file: file.origin.date)
+    return pd.DataFrame([asdict(row) for row in newest.rows]), asdict(newest.origin)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    origin: Origin
+    rows: tuple[Row, ...]
+
+
+def _recorded(path: Path) -> _Recorded:
+    schema = read_json(path).get("schema")
+    found = read_json(path, _Recorded) if schema == 1 else None
+    if not found or not any(row.heads for row in found.rows):
+        raise BadFile(f"{path.name} is no kernel benchmark of schema 1", remedy="Record it again")
+    return found
 
 
 def bandwidth(rows: pd.DataFrame, origin: dict) -> go.Figure:
@@ -217,6 +231,8 @@ def _heads(settings: dict) -> list[int]:
 def kernels_view(heads: Annotated[int, Menu("heads per GPU", _heads)] = 8) -> View:
     """Each kernel of the lab beside its peers, as recorded: bandwidth, and decode attention."""
     rows, origin = recorded()
+    if heads not in (known := _heads({})):
+        raise OutOfRange(f"{heads} heads", f"recorded ones: {', '.join(map(str, known))}")
     figures = [
         bandwidth(rows, origin),
         decode_time(rows, origin, heads),

@@ -3,13 +3,14 @@
 import ast
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
-from shadowkv_lab.errors import LabError, OutOfRange, UnknownName
-from shadowkv_lab.files import ready, write
+from shadowkv_lab.errors import BadFile, CannotRun, OutOfRange, UnknownName
+from shadowkv_lab.files import parse, read_text, ready, write
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
@@ -18,20 +19,17 @@ PARAMETERS, INJECTED, LIVE = "parameters", "injected-parameters", "live-run"
 FOOTER = "from shadowkv_lab.ui import provenance\n\nprovenance.footer()"
 
 
-class NotebookFailed(LabError):
-    """A notebook with a cell that raised."""
-
-
-class BadNotebook(LabError):
-    """A file that is no notebook, or one that lacks what is asked of it."""
-
-
 def read(path: str | Path) -> nbformat.NotebookNode:
-    """A notebook; raises `BadNotebook` for a file that is none."""
+    """A notebook; raises `BadFile` for a file that is none."""
+    text = read_text(path)
+    parse(text or " ", dict, str(path), unique=False)
     try:
-        return nbformat.read(path, 4)
-    except (OSError, ValueError, AttributeError, nbformat.ValidationError) as error:
-        raise BadNotebook(f"Cannot read {path}: {error}", "an .ipynb file, format 4") from None
+        notebook = nbformat.reads(text, 4)
+        nbformat.validate(notebook)
+    except Exception as error:  # nbformat's own kinds, and whatever its upgrade of old ones meets
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadFile(f"Cannot read {path}: {why}", "an .ipynb file, format 4") from None
+    return notebook
 
 
 def execute(
@@ -47,7 +45,7 @@ def execute(
     the environment a parameter `live` is set, so that what can be measured here is; the next run
     without it drops that again. A provenance footer is added where none ends the notebook.
     Raises `UnknownName` for a parameter that the notebook does not have, `OutOfRange` for a value
-    of another kind than the one it has, `CannotWrite` before anything runs, and `NotebookFailed`
+    of another kind than the one it has, `CannotWrite` before anything runs, and `CannotRun`
     with the error of a cell that raised; then nothing is written.
     """
     source = Path(source)
@@ -56,9 +54,11 @@ def execute(
     place = {"metadata": {"path": str(folder or source.resolve().parent)}}
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
     try:
-        client.execute()
+        client.execute(stderr=subprocess.DEVNULL)  # of the kernel itself; cells have their own
     except Exception as error:
-        raise NotebookFailed(
+        if getattr(client, "_async_cleanup_kernel_future", None):  # nbclient's answer to a signal
+            raise KeyboardInterrupt from None
+        raise CannotRun(
             f"{source.name} did not run: {_plain(error)}",
             remedy="Run its cells one by one in JupyterLab to see where",
         ) from error
@@ -67,7 +67,8 @@ def execute(
 
 def _plain(error: Exception) -> str:
     """The last line of an error, without a terminal's colours."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()[-1]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
@@ -79,7 +80,7 @@ def declared(notebook: nbformat.NotebookNode) -> dict[str, object]:
         try:
             lines = ast.parse(cell.source).body
         except SyntaxError as error:
-            raise BadNotebook(
+            raise BadFile(
                 f"The cell tagged {PARAMETERS} cannot be read ({error.msg})",
                 "plain Python assignments",
             ) from None

@@ -7,7 +7,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from shadowkv_lab.ui import export, notebooks
+from shadowkv_lab.errors import BadFile
+from shadowkv_lab.ui import export
 from shadowkv_lab.ui.display import PLOTLY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,9 +27,9 @@ def opened(browser, path: Path):
     page.goto(path.as_uri())
     page.wait_for_load_state("load")
     # What the page's own policy refuses has not left the browser.
-    refused = {url for url, why in refused if why == "csp"}
+    by_policy = {url for url, why in refused if why == "csp"}
     elsewhere = [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
-    elsewhere = [url for url in elsewhere if url not in refused]
+    elsewhere = [url for url in elsewhere if url not in by_policy]
     return page, elsewhere, errors
 
 
@@ -95,11 +96,85 @@ def test_formulas_are_read_and_foreign_requests_refused(browser, tmp_path):
     page.context.close()
 
 
+ATTACKS = """<img src=x onerror="document.title='img'"><svg onload="document.title='svg'"></svg>
+<script>document.title = 'script'</script><style>p { position: fixed }</style>
+<a href="javascript:document.title='href'">press</a>
+<form action="https://example.com/" id="f"><input name="x" autofocus
+onfocus="document.title='focus'"><button>send</button></form>
+<base href="https://example.com/"><meta http-equiv="refresh" content="0; url=https://example.com/">
+<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror=
+document.title='mutation'&gt;">
+<div onclick="document.title='click'" style="position:fixed;color:#ff0000">words</div>
+<iframe srcdoc="<script>top.document.title='frame'</script>"></iframe>
+<object data="data:text/html,<script>top.document.title='object'</script>"></object>"""
+
+
+def test_nothing_of_a_notebook_runs_and_its_figures_do(browser, tmp_path):
+    """Every place that a file's words can stand in, under the page's own policy; then the slider
+    and the buttons of a figure, moved by a hand."""
+    mark = "<img src=x onerror=document.title='plot'><a href='https://example.com/'>away</a>"
+    steps = [dict(method="restyle", args=["y", [[n, n]]], label=str(n)) for n in (1, 5, 9)]
+    figure = dict(
+        data=[dict(type="bar", x=[mark, "b"], y=[1, 2], name=mark, text=[mark, mark])],
+        layout=dict(title=dict(text=mark), sliders=[dict(steps=steps)], showlegend=True),
+        config=dict(plotlyServerURL="https://example.com/", showLink=True, showEditInChartStudio=1),
+    )
+    kinds = {
+        "text/html": ATTACKS,
+        "text/markdown": ATTACKS + "\n\n[press](javascript:alert(1))",
+        "text/latex": "$$" + ATTACKS + "$$",
+        "image/svg+xml": "<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>",
+        "application/javascript": "document.title = 'javascript'",
+        PLOTLY: figure,
+    }
+    code = nbformat.v4.new_code_cell(ATTACKS, execution_count=1)
+    code.outputs = [nbformat.v4.new_output("display_data", data={k: v}) for k, v in kinds.items()]
+    code.outputs.append(nbformat.v4.new_output("stream", text=ATTACKS))
+    cells = [nbformat.v4.new_markdown_cell("# Title\n\n" + ATTACKS), code]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    notebook.metadata["title"] = ATTACKS
+    nbformat.write(notebook, tmp_path / "n.ipynb")
+    path = export.export(tmp_path / "n.ipynb", tmp_path / "<img src=x>.html")
+    page, elsewhere, errors = opened(browser, path)
+    page.wait_for_timeout(300)
+    assert page.title() == "Title" and page.url == path.as_uri()
+    marks = (
+        "form, input, iframe, object, base, embed, meta[http-equiv=refresh], [onerror], [onclick]"
+    )
+    assert page.locator(marks).count() == 0
+    hrefs = page.locator("a").evaluate_all("es => es.map(e => e.getAttribute('href') || '')")
+    assert not any("javascript" in href for href in hrefs)
+    assert page.locator("#plot-0 a[href*=example]").count() == 0
+    for words in page.get_by_text("words").all():
+        words.click()
+    assert page.title() == "Title" and elsewhere == [] and errors == []
+    # Alive: a step of the slider changes the bars.
+    height = "() => document.querySelector('#plot-0').data[0].y[0]"
+    assert page.evaluate(height) == 1
+    page.locator(
+        "#plot-0 .slider-tick-group, #plot-0 .slider-label"
+    ).last.scroll_into_view_if_needed()
+    box = page.locator("#plot-0 .slider-rail-touch-rect").bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 2, box["y"] + box["height"] / 2)
+    page.wait_for_function("() => document.querySelector('#plot-0').data[0].y[0] == 9")
+    # And where the sanitiser had let something through, the policy would not.
+    page.evaluate(
+        "document.body.insertAdjacentHTML('beforeend', `<img src=x onerror=\"document"
+        ".title='late'\"><form action='https://example.com/'></form>`)"
+    )
+    page.wait_for_timeout(300)
+    assert page.title() == "Title"
+    page.evaluate("document.querySelector('form').submit()")
+    page.wait_for_timeout(300)
+    assert page.url == path.as_uri() and "form-action 'none'" in errors[-1]
+    page.context.close()
+
+
 def test_a_notebook_that_was_not_executed_is_refused(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")])
     nbformat.write(notebook, tmp_path / "n.ipynb")
-    with pytest.raises(notebooks.BadNotebook, match="run-notebook"):
+    with pytest.raises(BadFile, match="run-notebook"):
         export.export(tmp_path / "n.ipynb", tmp_path / "n.html")
     (tmp_path / "broken.ipynb").write_text("{")
-    with pytest.raises(notebooks.BadNotebook, match="Cannot read"):
+    with pytest.raises(BadFile, match="Cannot read"):
         export.export(tmp_path / "broken.ipynb")

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shadowkv_lab.cli import app, main
-from shadowkv_lab.errors import CannotWrite, OutOfRange, UnknownName
+from shadowkv_lab.errors import BadFile, CannotRun, CannotWrite, OutOfRange, UnknownName
 from shadowkv_lab.ui import display, export, notebooks
 
 
@@ -105,7 +105,7 @@ def test_a_parameter_of_another_kind_is_refused(wrong, words):
     with pytest.raises(OutOfRange, match=words):
         notebooks.prepared(book, wrong)
     notebooks.prepared(book, {"pool_tokens": 2.5, "live": True, "gpu": None, "computed": "x"})
-    with pytest.raises(notebooks.BadNotebook, match="plain Python"):
+    with pytest.raises(BadFile, match="plain Python"):
         notebooks.prepared(notebook("%matplotlib inline"), {})
 
 
@@ -157,7 +157,7 @@ def test_a_failing_cell_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "n.ipynb"
     nbformat.write(notebook("x = 1", "raise ValueError('broken [/b] here')"), path)
     before = path.read_bytes()
-    with pytest.raises(notebooks.NotebookFailed, match=r"ValueError: broken \[/b\] here"):
+    with pytest.raises(CannotRun, match=r"ValueError: broken \[/b\] here"):
         notebooks.execute(path)
     assert path.read_bytes() == before
 
