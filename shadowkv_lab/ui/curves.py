@@ -262,6 +262,9 @@ def curve(
         yaxis=y,
         shapes=shapes,
         annotations=notes,
+        legend={"y": -0.24},
+        margin={"b": 120},
+        height=450,
     )
 
 

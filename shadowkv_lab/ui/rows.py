@@ -107,7 +107,7 @@ def sentence(
     if best.untried:
         said.append(f" Untried: {_(best.untried)}.")
     if command := line(best, at, limit):
-        said.append(f"<code>{_(command)}</code>")
+        said.append(f"<br><code>{_(command)}</code>")
     else:
         why = no_line(parse(best.strategy.label), at)
         said.append(f"<br><b>Launch</b>: none, {_(why)}.")
@@ -121,8 +121,8 @@ def sentence(
     )
     if stock and best.strategy.name not in PLAIN:
         said.append(
-            f"without the plug-in: {_(named(stock))}, {stock.tokens_per_s:,.1f} tok/s"
-            f"<code>{_(line(stock, at, limit))}</code>"
+            f"{'' if command else '<br>'}Without the plug-in: {_(named(stock))}, "
+            f"{stock.tokens_per_s:,.1f} tok/s<br><code>{_(line(stock, at, limit))}</code>"
         )
     return _say("".join(said))
 

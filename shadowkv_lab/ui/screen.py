@@ -1,8 +1,8 @@
 """The main screen: which way to read an FP8 pool, on my card, under my load, and how fast."""
 
 import html
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Annotated
 
 import ipywidgets as w
@@ -210,6 +210,13 @@ def _rest_of_mine(s: dict) -> dict[str, str]:
 # The view.
 
 
+@dataclass(frozen=True)
+class Answered(View):
+    """A view with its rows: a bar of ms by phase for each strategy."""
+
+    rows: str = ""
+
+
 def _tpot_strategies(s: dict) -> dict[str, str]:
     return {name: kind.title for name, kind in STRATEGIES.items()}
 
@@ -260,9 +267,14 @@ def screen_view(
     limit = pool_tokens if pool_tokens < most else None
     found = answers(at, load, its_rest, pool_tokens=limit)
     said = rows.sentence(found, at, load, its_rest, limit)
-    note = rows.CSS + said + rows.rows(found, load) + _footnotes(s, at)
-    made = grid(at, work.stage)
-    drawn = Field(made, _lines(at, kept), its_rest, min(pool_tokens, most or pool_tokens))
+    if work is not QUIET:
+        grid(at, work.stage)
+
+    @cache
+    def drawn() -> Field:
+        slots = min(pool_tokens, most or pool_tokens)
+        return Field(grid(at), _lines(at, kept), its_rest, slots)
+
     marks = ()
     if start == REPORT and concurrency == 1:
         entry = facts.find("published", "published result", REPORT)
@@ -272,9 +284,11 @@ def screen_view(
         ]
     points = seen(at, its_rest)
     figures = plots.Figures(
-        lambda: curve(drawn, along, load, points, marks), lambda: lead_map(drawn, load)
+        lambda: curve(drawn(), along, load, points, marks), lambda: lead_map(drawn(), load)
     )
-    return View(figures, note, table(found), TABLE, beside=beside)
+    bars = rows.rows(found, load)
+    note = said + _footnotes(s, at)
+    return Answered(figures, note, table(found), SHOWN, beside=beside, rows=bars)
 
 
 def _lines(at: Deployment, kept: dict[str, int]) -> tuple[Line, ...]:
@@ -291,11 +305,11 @@ def _unanswered(s: dict, at: Deployment, error: LabError, beside: dict) -> View:
     """A deployment that does not fit, or a TPOT that cannot be: said in place of the answer."""
     parts = filter(None, (error.what, error.allowed and f"Allowed: {error.allowed}.", error.remedy))
     said = "".join(f"<br>{html.escape(part)}" for part in parts)
-    note = f"{rows.CSS}<div class=sk-say><b class=sk-big>No answer here</b>{said}</div>"
+    note = f"<div class=sk-say><b class=sk-big>No answer here</b>{said}</div>"
     empty = Field(None, (), Rest(0.0), s["pool_tokens"])
     load = Load(s["concurrency"], s["context"])
     figures = [curve(empty, s["along"], load, ()), lead_map(empty, load)]
-    return View(figures, note, table([]), TABLE, beside=beside)
+    return Answered(figures, note, table([]), SHOWN, beside=beside)
 
 
 def _beside(s: dict, at: Deployment) -> dict[str, str]:
@@ -354,6 +368,9 @@ TABLE = (
 )
 
 
+SHOWN = tuple(name for name in TABLE if name not in ("attention_ms", "write_ms", "provenance"))
+
+
 def table(found: list[Answer]) -> pd.DataFrame:
     """One row per answer."""
     records = []
@@ -405,6 +422,7 @@ class Screen(App):
     """The application in three columns: what I have, the answer, and when it changes."""
 
     def __init__(self, of, settings: dict):
+        self.rows = w.HTML()
         super().__init__(of, settings)
         for control in self.controls.values():
             control.style.description_width = "78px"
@@ -442,7 +460,7 @@ class Screen(App):
         buttons.children = buttons.children[:2]
         columns = [
             w.VBox([*left, buttons, working, self.status, self.error]),
-            w.VBox([self.note]),
+            w.VBox([self.note, self.rows]),
             w.VBox([self.controls["along"], self.plots]),
         ]
         for column, name in zip(columns, ("sk-left", "sk-middle", "sk-right"), strict=True):
@@ -451,7 +469,7 @@ class Screen(App):
         box.add_class("sk-grid")
         self.plots.layout = w.Layout(grid_template_columns="minmax(0, 1fr)", width="100%")
         self.widget.add_class("sk-screen")
-        self.widget.children = [self.widget.children[0], w.HTML(CSS), box, self.code]
+        self.widget.children = [self.widget.children[0], w.HTML(rows.CSS + CSS), box, self.code]
 
     def _settle(self, settings: dict, slow: bool) -> None:
         super()._settle(settings, slow)
@@ -472,6 +490,7 @@ class Screen(App):
             self.beside[name].value = said
 
     def _draw(self, figures) -> None:
+        self.rows.value = self.view.rows
         shown = list(self.plots.children)
         widgets, self._drawn = plots.draw(shown, self._drawn, figures, 0, fit=_fluid)
         if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
