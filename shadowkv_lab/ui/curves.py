@@ -5,6 +5,7 @@ Lines are predictions (`steps.grid`); rings on them are published servers and re
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 import numpy as np
@@ -53,10 +54,10 @@ class Seen:
         return self.concurrency if along == "concurrency" else self.context
 
 
-def seen(at: Deployment, rest: Rest) -> list[Seen]:
+def seen(at: Deployment, rest: Rest, measured: Sequence[steps.Step] = ()) -> list[Seen]:
     """What was published of this model on this card and spread, and the steps recorded there.
 
-    A recorded step has this deployment's rest added.
+    A recorded or measured step has this deployment's rest added.
     """
     found = []
     for entry in {e["name"]: e for e in facts.catalogue("published").values()}.values():
@@ -65,17 +66,22 @@ def seen(at: Deployment, rest: Rest) -> list[Seen]:
         same = entry.get("model") == at.model.name and at.card.name in cards
         if same and entry.get("tensor_parallel") == at.tensor_parallel:
             found += _published(entry)
-    for s in steps.replays(steps.recorded()):
+    for s in [*_replays(facts.stamps("runs", "*.jsonl")), *measured]:
         of, load = s.setting, s.setting.load
         if of.model != at.model or s.card != at.card.name or of.heads != at.heads:
             continue
         if s.strategy.name in STRATEGIES and of.order == "random":
             rate = 1000 * load.concurrency / (s.ms + rest(load.concurrency))
-            who = "recorded step and this rest"
+            who = f"{'measured' if s in measured else 'recorded'} step and this rest"
             found.append(
                 Seen(s.strategy, rate, who, load.concurrency, int(load.context), of.pool_tokens)
             )
     return found
+
+
+@cache
+def _replays(stamps: tuple) -> list[steps.Step]:
+    return steps.replays(steps.recorded())
 
 
 def _published(entry: dict) -> list[Seen]:

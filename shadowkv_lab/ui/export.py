@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
 from shadowkv_lab.files import ready, write
-from shadowkv_lab.ui import notebooks
+from shadowkv_lab.ui import live, notebooks
 from shadowkv_lab.ui.display import PLOTLY
 
 OUT = Path("out")
@@ -162,11 +162,15 @@ def page(notebook: nbformat.NotebookNode, source: Path) -> str:
 
 def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
     """Put a place in each plotly output, and formulas in LaTeX ones; returns the figures."""
-    specs = []
+    specs, screens = [], 0
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             found = output.get("data", {})
-            if PLOTLY in found:
+            if live.SCREEN in found:
+                screens += 1
+                part = live.page_part(found[live.SCREEN], screens)
+                output.data = nbformat.NotebookNode({"text/html": part})
+            elif PLOTLY in found:
                 spec = found[PLOTLY]
                 place = f'<div class="plot" id="plot-{len(specs)}"></div>'
                 output.data = nbformat.NotebookNode({"text/html": place})

@@ -1,6 +1,7 @@
 """The main screen: which way to read an FP8 pool, on my card, under my load, and how fast."""
 
 import html
+import threading
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Annotated
@@ -11,14 +12,17 @@ import pandas as pd
 from shadowkv_lab import facts, machine
 from shadowkv_lab.deployment import Deployment, checked, deployment, published_deployment
 from shadowkv_lab.errors import LabError
+from shadowkv_lab.glm5 import reproduce
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
 from shadowkv_lab.provenance import assumed
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.server import logs
+from shadowkv_lab.steps import measure as measuring
 from shadowkv_lab.steps.answer import ANCHORS, Answer, anchored, answers, own
 from shadowkv_lab.steps.grid import CONTEXTS, casts_by_pool, grid, ready
 from shadowkv_lab.steps.rest import Rest
+from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import plots, rows
 from shadowkv_lab.ui.app import QUIET, App, View, Work
@@ -36,6 +40,8 @@ STARTS = {**SERVERS, "log": "a log of mine, pasted", "own": "a server of my own"
 RESTS = {name: words.partition(":")[0].partition(",")[0] for name, words in ANCHORS.items()}
 RESTS["mine"] = "my own TPOT"
 WHAT = ("start", "model", "checkpoint", "card", "tensor_parallel", "log")  # decide the memory
+HERE: list[Step] = []  # steps measured on this machine in this session
+MEASURED = ("full_cast", "bf16_pool", "shadow")
 ONE = Load(1, 1024)  # the load of a TPOT that is typed
 
 
@@ -98,14 +104,15 @@ def capacities(at: Deployment) -> dict[str, int]:
     return {label: rows for label, rows in found.items() if rows}
 
 
-def _pools(s: dict) -> list[int]:
+def pools(s: dict) -> list[int]:
     """Positions of the pool slider: powers of two, and what each strategy holds."""
     kept = set(capacities(deployed(s)).values())
     most = max(kept, default=131_072)
     return sorted({p for p in (2048 << k for k in range(14)) if p < most} | kept | {most})
 
 
-def _rest(s: dict, at: Deployment) -> Rest:
+def rest_of(s: dict, at: Deployment) -> Rest:
+    """The rest that is asked for: a published server's, or one's own."""
     if s["rest"] == "mine":
         return own(s["tpot_ms"], s["tpot_of"], at, ONE)
     return _anchored(s["rest"], at)
@@ -170,7 +177,7 @@ def follow(s: dict, name: str | None) -> dict:
         s["weights_gib"] = _weights(_base(s))
     if not s["kv_gib"]:
         s["kv_gib"] = _kv(deployed(s))
-    positions = _pools(s)
+    positions = pools(s)
     if (
         s["pool_tokens"] is None
         or (name is not None and fresh)
@@ -200,7 +207,7 @@ def _checkpoints(s: dict) -> list[str]:
     return list(dict.fromkeys([*model.quantisations, own_kind])) or [""]
 
 
-def _rest_of_mine(s: dict) -> dict[str, str]:
+def _asleep(s: dict) -> dict[str, str]:
     """Controls that do nothing now."""
     if s["rest"] == "mine":
         return {}
@@ -224,7 +231,7 @@ def _tpot_strategies(s: dict) -> dict[str, str]:
 @application(
     "shadowkv_lab.screen",
     changed=follow,
-    asleep=_rest_of_mine,
+    asleep=_asleep,
     shell=lambda: Screen,
     slow=lambda s: not ready(deployed(s)),
 )
@@ -239,7 +246,7 @@ def screen_view(
     weights_gib: Annotated[float | None, Number("weights, GiB", "per GPU; 0: derived", 0.5)] = None,
     kv_gib: Annotated[float | None, Number("KV, GiB", "per GPU; 0: the engine's rule", 0.5)] = None,
     pool_tokens: Annotated[
-        int | None, Slider("pool", "at most, as --max-total-tokens", _pools, "tokens")
+        int | None, Slider("pool", "at most, as --max-total-tokens", pools, "tokens")
     ] = None,
     concurrency: Annotated[int, Slider("concurrency", "", CONCURRENCIES, "requests")] = 1,
     context: Annotated[int, Slider("context", "", CONTEXTS, "tokens")] = 1024,
@@ -260,7 +267,7 @@ def screen_view(
     kept = capacities(at)
     try:
         at.memory()
-        its_rest = _rest(s, at)
+        its_rest = rest_of(s, at)
     except LabError as error:
         return _unanswered(s, at, error, beside)
     most = max(kept.values(), default=0)
@@ -282,7 +289,7 @@ def screen_view(
             (entry[when]["tokens_per_s"], f"reported {what}: {entry[when]['tokens_per_s']}")
             for when, what in (("before", "with full cast"), ("after", "with a shadow"))
         ]
-    points = seen(at, its_rest)
+    points = seen(at, its_rest, HERE)
     figures = plots.Figures(
         lambda: curve(drawn(), along, load, points, marks), lambda: lead_map(drawn(), load)
     )
@@ -346,6 +353,10 @@ def _footnotes(s: dict, at: Deployment) -> str:
             told += [html.escape(x) for x in logs.read(s["log"], None, s["card"]).notes]
         else:
             told.append("Paste a start-up log on the left; until then this is the server as set.")
+    if HERE:
+        first = HERE[0]
+        times = ", ".join(f"{step.strategy.title} {step.ms:,.1f} ms" for step in HERE)
+        told.append(f"Measured here, a step on {first.card} of {first.setting}: {times}.")
     if not told:
         return ""
     return f'<div class=sk-say style="font-size:11px;color:#555">{" ".join(told)}</div>'
@@ -384,6 +395,31 @@ def table(found: list[Answer]) -> pd.DataFrame:
         row |= {"tokens": a.kept_tokens or None, "reason": a.reason or a.untried}
         records.append(row)
     return pd.DataFrame(records, columns=[*TABLE])
+
+
+def measured_here(at: Deployment, load: Load, report) -> list[Step]:
+    """Steps on this machine, over the largest pool that it has room for, and as much of the load
+    as that holds. Raises what `measure` does where not one of the strategies runs."""
+    bench = measuring.Bench(
+        at.model,
+        at.heads,
+        machine.default_device(),
+        page_size=at.page_size,
+        modes=("graph",),
+        progress=report,
+    )
+    pool, page = reproduce.pool_here(bench), at.page_size
+    R = min(load.concurrency, pool // page)
+    n = min(int(load.context), pool // R // page * page)
+    found, failed = [], None
+    for strategy in MEASURED:
+        try:
+            found += measuring.measure(bench, [parse(strategy)], [pool], [(R, n)])
+        except LabError as error:
+            failed = error
+    if failed and not found:
+        raise failed
+    return found
 
 
 # The screen itself.
@@ -456,8 +492,15 @@ class Screen(App):
         buttons = self.widget.children[2]
         for button in buttons.children[:2]:
             button.layout.width, button.layout.flex = "auto", "0 0 auto"
+        self.measure = w.Button(
+            description="Measure here",
+            tooltip="A step of full cast, BF16 pool and shadow on this machine, over the largest "
+            "pool that fits",
+            layout=w.Layout(width="auto", flex="0 0 auto"),
+        )
+        self.measure.on_click(lambda _: self.measure_here())
         working = w.HBox([self.cancel, self.busy])
-        buttons.children = buttons.children[:2]
+        buttons.children = [*buttons.children[:2], self.measure]
         columns = [
             w.VBox([*left, buttons, working, self.status, self.error]),
             w.VBox([self.note, self.rows]),
@@ -470,6 +513,28 @@ class Screen(App):
         self.plots.layout = w.Layout(grid_template_columns="minmax(0, 1fr)", width="100%")
         self.widget.add_class("sk-screen")
         self.widget.children = [self.widget.children[0], w.HTML(rows.CSS + CSS), box, self.code]
+
+    def measure_here(self) -> threading.Thread:
+        """Measure this model and load on this machine, in a worker, over a pool that fits here."""
+        self.measure.disabled, s = True, self.settings
+
+        def report(text: str, done: float) -> None:
+            self.status.value, self.busy.value = html.escape(text), done
+            self.busy.layout.visibility = "visible"
+
+        def work() -> None:
+            try:
+                HERE[:] = measured_here(deployed(s), Load(s["concurrency"], s["context"]), report)
+                self.refresh()
+            except LabError as error:
+                self._end(f'<div class="shadowkv-error">{html.escape(str(error))}</div>')
+            finally:
+                self.measure.disabled = False
+                self.status.value, self.busy.layout.visibility = "", "hidden"
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        return worker
 
     def _settle(self, settings: dict, slow: bool) -> None:
         super()._settle(settings, slow)

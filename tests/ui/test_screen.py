@@ -2,11 +2,13 @@
 
 import html
 import itertools
+import json
 import re
 
 import numpy as np
 import pytest
 
+from shadowkv_lab import facts
 from shadowkv_lab.deployment import deployment, published_deployment
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.load import Load
@@ -176,6 +178,23 @@ def test_the_map_and_the_curve_agree_with_the_answer(app):
         told = cells.customdata[CONTEXTS.index(n)][column]
         best = re.search(r"sk-big>([^:<]+)", app.note.value)[1]
         assert told.split(",")[0].split(" (")[0] == html.unescape(best).split(",")[0].split(" (")[0]
+
+
+def test_what_is_measured_here_is_said(monkeypatch, tmp_path):
+    """Of a config.json of one's own with two layers, so that a CPU takes seconds."""
+    config = dict(facts.find("models", "model", "glm-5")["config"], num_hidden_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(module, "HERE", [])
+    monkeypatch.setattr(module.reproduce, "CPU_POOL_TOKENS", 512)
+    app = screen_view.open(model=str(tmp_path / "config.json"), weights_gib=1.0, context=131_072)
+    settle(app)
+    app.measure_here().join(120)
+    settle(app)
+    assert not app.error.value
+    told = html.unescape(app.note.value)
+    assert "Measured here" in told and "1 x 512" in told, "as much of the load as fits"
+    assert [step.strategy.name for step in module.HERE] == list(module.MEASURED)
+    assert f"{module.HERE[0].ms:,.1f} ms" in told
 
 
 def test_an_update_is_quick(app):
