@@ -38,6 +38,7 @@ class Seen:
     concurrency: int = 1
     context: int | None = None
     pool_tokens: int | None = None
+    whole: bool = True  # a server's; else a step to which a rest was added
 
     def at(self, along: str, load: Load, limit: int) -> bool:
         """Whether it belongs on a line along an axis through a load and a pool."""
@@ -74,7 +75,15 @@ def seen(at: Deployment, rest: Rest, measured: Sequence[steps.Step] = ()) -> lis
             rate = 1000 * load.concurrency / (s.ms + rest(load.concurrency))
             who = f"{'measured' if s in measured else 'recorded'} step and this rest"
             found.append(
-                Seen(s.strategy, rate, who, load.concurrency, int(load.context), of.pool_tokens)
+                Seen(
+                    s.strategy,
+                    rate,
+                    who,
+                    load.concurrency,
+                    int(load.context),
+                    of.pool_tokens,
+                    False,
+                )
             )
     return found
 
@@ -257,7 +266,7 @@ def curve(
                 **{"text": words, "font": {"size": 10, "color": "#444"}},
             }
         )
-    top = float(np.max(rates)) if rates.size else 1.0
+    top = max([*rates.flat, *rings[1], *(rate for rate, _ in marks)], default=0.0) or 1.0
     y = {"type": "log", "dtick": 1, "tickformat": ",~s"} if log_y else {"range": [0, 1.08 * top]}
     return charts.figure(
         title,
@@ -317,7 +326,7 @@ def _finding(field: Field, along: str, x: np.ndarray, lead: np.ndarray) -> str:
     ]
     runs = [(i, at) for i, at in runs if i >= 0]
     if not runs:
-        return "No strategy holds such a load"
+        return "No strategy holds such a load" if field.lines else "No answer at this setting"
     if len({i for i, _ in runs}) == 1:
         first = field.lines[runs[0][0]].title
         return f"{first} leads{field.of_tried} at every {ALONG[along]}"
@@ -374,6 +383,8 @@ def lead_map(field: Field, load: Load) -> go.Figure:
     counts = {name: int((names == name).sum()) for name in dict.fromkeys(names.flat) if name}
     counts = dict(sorted(counts.items(), key=lambda item: -item[1]))
     finding, fit = "No strategy holds any of these loads", sum(counts.values())
+    if not field.lines:
+        finding = "No answer at this setting"
     if counts:
         first, most = next(iter(counts.items()))
         finding = f"{first} leads{field.of_tried} in {most} of the {fit} loads that fit"

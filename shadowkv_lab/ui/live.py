@@ -198,7 +198,8 @@ SCRIPT = r"""
   };
   const read = () => {
     for (const [name, word] of new URLSearchParams(location.hash.slice(1)))
-      if (Object.hasOwn(units, name) && /^\d{1,9}$/.test(word) && data.sliders[name].includes(Number(word)))
+      if (Object.hasOwn(units, name) && /^\d{1,9}$/.test(word)
+          && data.sliders[name].includes(Number(word)))
         at[name] = Number(word);
   };
   for (const input of inputs)

@@ -5,7 +5,7 @@ phases', as in every figure.
 """
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shadowkv_lab.deployment import Deployment
 from shadowkv_lab.load import Load
@@ -15,6 +15,7 @@ from shadowkv_lab.steps.answer import Answer
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import charts
+from shadowkv_lab.ui.curves import Seen
 
 REST = "#c9ced6"
 CUT = ", pool cut"
@@ -28,15 +29,16 @@ CSS = """<style>
 .sk-rows th { font-weight: 400; font-size: 11px; color: #555; text-align: left; padding: 1px 3px; }
 .sk-rows td { padding: 2px 3px; border-top: 1px solid #e6e6e6; vertical-align: top; }
 .sk-rows .sk-n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.sk-rows small { color: #555; font-size: 10.5px; }
+.sk-rows small { color: #555; font-size: 10px; }
 .sk-rows .sk-off td { color: #757575; }
 .sk-rows .sk-lead td { background: #eef6fb; }
 .sk-bar { display: flex; height: 13px; align-items: center; }
 .sk-bar span { font-size: 10.5px; padding-left: 4px; white-space: nowrap; }
 .sk-bar i { display: block; height: 100%; box-sizing: border-box; }
 .sk-key span { white-space: nowrap; }
+.sk-say summary { cursor: pointer; }
 .sk-say abbr { cursor: help; }
-.sk-key i { display: inline-block; width: 9px; height: 9px; margin: 0 3px 0 7px; }
+.sk-key i { display: inline-block; width: 9px; height: 9px; margin: 0 2px 0 4px; }
 .sk-name { border-left: 4px solid; padding-left: 4px; display: block; }
 </style>"""
 
@@ -61,9 +63,17 @@ def line(answer: Answer, at: Deployment, limit: int | None = None) -> str:
 
 
 def sentence(
-    found: Sequence[Answer], at: Deployment, load: Load, rest: Rest, limit: int | None
+    found: Sequence[Answer],
+    at: Deployment,
+    load: Load,
+    rest: Rest,
+    limit: int | None,
+    seen: Mapping[str, Seen] = {},
 ) -> str:
-    """Which, how fast, why, what it keeps, how sure, and the line to paste."""
+    """Which, how fast, why, what it keeps, how sure, and the line to paste.
+
+    `seen` are whole servers at this load, by the label of the strategy.
+    """
     best = leader(found, load)
     if best is None:
         needed = f"{int(load.context):,}"
@@ -104,6 +114,12 @@ def sentence(
         if a.untried and not best.untried and a.holds(load) and a.tokens_per_s > best.tokens_per_s:
             more = "" if a in ties else f" would lead with {a.tokens_per_s:,.1f}"
             said.append(f" {_(named(a))}{more}: {_(a.untried)}.")
+    ahead = max(seen.values(), key=lambda one: one.tokens_per_s, default=None)
+    if len(seen) > 1 and ahead.strategy.label != best.strategy.label:
+        said.append(
+            f" <b>On a server</b> {_(ahead.strategy.title)} was the fastest: "
+            f"{ahead.tokens_per_s:,.1f} tok/s."
+        )
     if best.untried:
         said.append(f" Untried: {_(best.untried)}.")
     if command := line(best, at, limit):
@@ -121,13 +137,14 @@ def sentence(
     )
     if stock and best.strategy.name not in PLAIN:
         said.append(
-            f"{'' if command else '<br>'}Without the plug-in: {_(named(stock))}, "
-            f"{stock.tokens_per_s:,.1f} tok/s<br><code>{_(line(stock, at, limit))}</code>"
+            f"<details><summary>Without the plug-in: {_(named(stock))}, "
+            f"{stock.tokens_per_s:,.1f} tok/s</summary><br>"
+            f"<code>{_(line(stock, at, limit))}</code></details>"
         )
     return _say("".join(said))
 
 
-def rows(found: Sequence[Answer], load: Load) -> str:
+def rows(found: Sequence[Answer], load: Load, seen: Mapping[str, Seen] = {}) -> str:
     """A row per strategy: ms by phase as a bar and in words, tok/s with its range, tokens kept."""
     best = leader(found, load)
     longest = max((a.tpot_ms for a in found if a.runs), default=1.0)
@@ -136,16 +153,20 @@ def rows(found: Sequence[Answer], load: Load) -> str:
         for name, shade in charts.OPACITY.items()
     )
     head = (
-        "<tr><th style='width:25%'>strategy</th><th class=sk-key>ms per token"
+        "<tr><th style='width:21%'>strategy</th><th class=sk-key>ms/token"
         f"{shades}<span><i style='background:{REST}'></i>rest</span></th>"
-        "<th class=sk-n style='width:16%'>tok/s</th><th class=sk-n style='width:17%'>tokens kept"
+        "<th class=sk-n style='width:17%'>tok/s</th><th class=sk-n style='width:15%'>tokens kept"
         "</th></tr>"
     )
-    body = "".join(_row(a, load, longest, best) for a in found)
+    share = 52 if seen else 83  # of its cell, for the longest bar
+    body = "".join(
+        _row(a, load, share / longest, best, None if a.cut else seen.get(a.strategy.label))
+        for a in found
+    )
     return f"<table class=sk-rows>{head}{body}</table>"
 
 
-def _row(a: Answer, load: Load, longest: float, best: Answer | None) -> str:
+def _row(a: Answer, load: Load, scale: float, best: Answer | None, seen: Seen | None) -> str:
     name = _(a.strategy.title) + (" <small>pool cut</small>" if a.cut else "")
     colour = a.strategy.colour if a.runs else "#c4c4c4"
     cell = f'<td><span class=sk-name style="border-color:{colour}">'
@@ -163,11 +184,14 @@ def _row(a: Answer, load: Load, longest: float, best: Answer | None) -> str:
         name += " <small>(tie)</small>"
     parts = [(p.name, p.ms, charts.OPACITY.get(p.name, 0.5)) for p in a.step.phases if p.ms > 0]
     bar = "".join(
-        f'<i style="flex:0 0 {83 * ms / longest:.2f}%;background:{colour};opacity:{shade}"></i>'
+        f'<i style="flex:0 0 {scale * ms:.2f}%;background:{colour};opacity:{shade}"></i>'
         for _name, ms, shade in parts
     )
-    bar += f'<i style="flex:0 0 {83 * a.rest_ms / longest:.2f}%;background:{REST}"></i>'
+    bar += f'<i style="flex:0 0 {scale * a.rest_ms:.2f}%;background:{REST}"></i>'
     bar += f"<span>{a.tpot_ms:.1f}</span>"
+    if seen:
+        who = _(seen.who, True)
+        bar += f'<span title="{who}"><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>'
     told = ", ".join(f"{name} {_ms(ms)}" for name, ms, _shade in parts if ms >= 0.005)
     whence = _(f"{a.step.provenance}: {a.step.provenance.how}", True)
     style = f"border-bottom:2px {_border(a.step.provenance.kind)} #888"

@@ -28,7 +28,7 @@ from shadowkv_lab.ui import plots, rows
 from shadowkv_lab.ui.app import QUIET, App, View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Switch, cards, models
-from shadowkv_lab.ui.curves import ALONG, CONCURRENCIES, Field, Line, curve, lead_map, seen
+from shadowkv_lab.ui.curves import ALONG, CONCURRENCIES, Field, Line, Seen, curve, lead_map, seen
 
 REPORT = next(iter(ANCHORS))
 SERVERS = {
@@ -184,7 +184,7 @@ def follow(s: dict, name: str | None) -> dict:
         or name in ("weights_gib", "kv_gib")
     ):
         s["pool_tokens"] = positions[-1]
-    if s["rest"] == "mine" and not s["tpot_ms"]:
+    if s["rest"] == "mine" and (not s["tpot_ms"] or (fresh and name is not None)):
         s["tpot_ms"] = _first_tpot(s)
     return s
 
@@ -198,7 +198,7 @@ def _first_tpot(s: dict) -> float:
     """Where a TPOT of one's own starts: what is predicted of that strategy."""
     at = deployed(s)
     found = answers(at, ONE, _anchored(_nearest_rest(at), at), strategies=[s["tpot_of"]])
-    return round(found[0].tpot_ms, 1) if found and found[0].runs else 30.0
+    return next((round(a.tpot_ms, 1) for a in found if a.runs and not a.cut), 30.0)
 
 
 def _checkpoints(s: dict) -> list[str]:
@@ -219,9 +219,10 @@ def _asleep(s: dict) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Answered(View):
-    """A view with its rows: a bar of ms by phase for each strategy."""
+    """A view whose note is also there in two parts: the sentence, and what goes below the rows."""
 
-    rows: str = ""
+    said: str = ""
+    rows: str = ""  # a bar of ms by phase for each strategy
 
 
 def _tpot_strategies(s: dict) -> dict[str, str]:
@@ -273,7 +274,9 @@ def screen_view(
     most = max(kept.values(), default=0)
     limit = pool_tokens if pool_tokens < most else None
     found = answers(at, load, its_rest, pool_tokens=limit)
-    said = rows.sentence(found, at, load, its_rest, limit)
+    points = seen(at, its_rest, HERE)
+    servers = _servers(points, load, pool_tokens)
+    said = rows.sentence(found, at, load, its_rest, limit, servers)
     if work is not QUIET:
         grid(at, work.stage)
 
@@ -289,13 +292,24 @@ def screen_view(
             (entry[when]["tokens_per_s"], f"reported {what}: {entry[when]['tokens_per_s']}")
             for when, what in (("before", "with full cast"), ("after", "with a shadow"))
         ]
-    points = seen(at, its_rest, HERE)
     figures = plots.Figures(
         lambda: curve(drawn(), along, load, points, marks), lambda: lead_map(drawn(), load)
     )
-    bars = rows.rows(found, load)
-    note = said + _footnotes(s, at)
-    return Answered(figures, note, table(found), SHOWN, beside=beside, rows=bars)
+    below = _footnotes(s, at)
+    bars = rows.rows(found, load, servers) + below
+    answer = {"said": said, "rows": bars}
+    return Answered(figures, said + below, table(found), SHOWN, beside=beside, **answer)
+
+
+def _servers(points: list[Seen], load: Load, pool_tokens: int) -> dict[str, Seen]:
+    """Whole servers at this load and pool, by strategy; of several the fastest."""
+    found: dict[str, Seen] = {}
+    for point in points:
+        same = point.pool_tokens is None or point.pool_tokens <= pool_tokens
+        if point.whole and same and point.at("pool", load, pool_tokens):
+            label = point.strategy.label
+            found[label] = max(point, found.get(label, point), key=lambda p: p.tokens_per_s)
+    return found
 
 
 def _lines(at: Deployment, kept: dict[str, int]) -> tuple[Line, ...]:
@@ -316,7 +330,7 @@ def _unanswered(s: dict, at: Deployment, error: LabError, beside: dict) -> View:
     empty = Field(None, (), Rest(0.0), s["pool_tokens"])
     load = Load(s["concurrency"], s["context"])
     figures = [curve(empty, s["along"], load, ()), lead_map(empty, load)]
-    return Answered(figures, note, table([]), SHOWN, beside=beside)
+    return Answered(figures, note, table([]), SHOWN, beside=beside, said=note)
 
 
 def _beside(s: dict, at: Deployment) -> dict[str, str]:
@@ -427,7 +441,7 @@ def measured_here(at: Deployment, load: Load, report) -> list[Step]:
 CSS = """<style>
 .sk-screen { container-type: inline-size; }
 .sk-grid { display: grid !important; gap: 0 14px; align-items: start; width: 100%;
-  grid-template-columns: minmax(236px, 270px) minmax(350px, 1.5fr) minmax(250px, 1fr); }
+  grid-template-columns: minmax(236px, 262px) minmax(350px, 1.8fr) minmax(244px, 1fr); }
 .sk-grid > .widget-vbox { overflow: visible; min-width: 0; }
 .sk-grid .widget-html { height: auto; margin: 0; }
 .sk-grid .widget-html-content { line-height: inherit !important; }
@@ -458,7 +472,7 @@ class Screen(App):
     """The application in three columns: what I have, the answer, and when it changes."""
 
     def __init__(self, of, settings: dict):
-        self.rows = w.HTML()
+        self.said, self.rows = w.HTML(), w.HTML()
         super().__init__(of, settings)
         for control in self.controls.values():
             control.style.description_width = "78px"
@@ -491,6 +505,7 @@ class Screen(App):
                 left += [own_row, why]
         buttons = self.widget.children[2]
         for button in buttons.children[:2]:
+            button.description = button.description.partition(" ")[0]
             button.layout.width, button.layout.flex = "auto", "0 0 auto"
         self.measure = w.Button(
             description="Measure here",
@@ -503,7 +518,7 @@ class Screen(App):
         buttons.children = [*buttons.children[:2], self.measure]
         columns = [
             w.VBox([*left, buttons, working, self.status, self.error]),
-            w.VBox([self.note, self.rows]),
+            w.VBox([self.said, self.rows]),
             w.VBox([self.controls["along"], self.plots]),
         ]
         for column, name in zip(columns, ("sk-left", "sk-middle", "sk-right"), strict=True):
@@ -555,7 +570,7 @@ class Screen(App):
             self.beside[name].value = said
 
     def _draw(self, figures) -> None:
-        self.rows.value = self.view.rows
+        self.said.value, self.rows.value = self.view.said, self.view.rows
         shown = list(self.plots.children)
         widgets, self._drawn = plots.draw(shown, self._drawn, figures, 0, fit=_fluid)
         if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
