@@ -25,6 +25,7 @@ _PLACES = {
     "provenance": ["Provenance", "Source"],
     "errors": ["LabError", "OutOfRange"],
     "ui.decode": ["explorer"],
+    "ui.screen": ["screen"],
     "ui.budget": ["budget_app"],
     "ui.glm5": ["reproduction_app"],
 }

@@ -13,6 +13,7 @@ from shadowkv_lab.cli import AsJson, app, console, progress, show, shown
 
 # Imported when they are called: an application brings plotly, which `--help` need not wait for.
 APPLICATIONS = {
+    "advise": ("screen.screen_view", "Which way to read an FP8 pool here, and the launch line."),
     "steps": ("decode.step_view", "Decode steps of each strategy: recorded, or measured here."),
     "kernels": ("kernels.kernels_view", "Each kernel of the lab beside its peers, as recorded."),
     "verdict": ("glm5.reproduction_view", "TPOT by strategy, and what explains two TPOTs."),
@@ -63,7 +64,7 @@ def command(application) -> typing.Callable[..., None]:
 
 def _plain(note: str) -> str:
     """A note without its marks."""
-    return html.unescape(re.sub(r"<[^>]+>", "", note.replace("<br>", "\n")))
+    return html.unescape(re.sub(r"<[^>]+>", "", re.sub("<br>|</code>", "\n", note)))
 
 
 def _register(name: str, place: str, said: str) -> None:

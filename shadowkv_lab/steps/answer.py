@@ -9,6 +9,7 @@ from shadowkv_lab.errors import UnknownName
 from shadowkv_lab.load import Load
 from shadowkv_lab.provenance import Provenance, assumed
 from shadowkv_lab.rules import can_run
+from shadowkv_lab.steps.grid import casts_by_pool
 from shadowkv_lab.steps.predict import predict
 from shadowkv_lab.steps.rest import Rest, rest_of
 from shadowkv_lab.steps.step import Step
@@ -19,6 +20,7 @@ ANCHORS = {
     "glm5-report": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
     "rtx6kpro": "rtx6kpro: GLM-5 on 8x RTX PRO 6000, BF16 pool, about 51 tok/s",
     "sglang-35291": "sglang #35291: DeepSeek-R1 on 8x H200, BF16 pool, 17.2 ms",
+    "h200-server": "SGLang on one H200, 78 dense layers, BF16 pool, 6.9 ms",
 }
 
 
@@ -132,18 +134,11 @@ def answers(
     for strategy in map(parse, strategies or [kind() for kind in STRATEGIES.values()]):
         one = answer(strategy, deployment, load, rest, pool_tokens=pool_tokens)
         found.append(one)
-        if one.runs and casts_the_pool(strategy, deployment, load):
+        if one.runs and casts_by_pool(strategy, deployment):
             cut = answer(strategy, deployment, load, rest, pool_tokens=pool_tokens, cut=True)
             if cut.runs and cut.kept_tokens < one.kept_tokens:
                 found.append(cut)
     return sorted(found, key=lambda a: (not a.runs, -a.tokens_per_s, a.strategy.order))
-
-
-def casts_the_pool(strategy: Strategy, deployment: Deployment, load: Load) -> bool:
-    """Whether a larger pool makes its cast longer."""
-    model, L, R = deployment.model, int(load.live_tokens), load.new_tokens
-    small, large = (strategy.step_moves(model, P, L, R).cast_bytes for P in (L, 2 * L))
-    return large > small
 
 
 def anchored(anchor: str, deployment: Deployment, moe_backend: str | None = None) -> Rest:

@@ -68,11 +68,12 @@ def _on(line: Sequence[tuple[float, float]], at: float) -> float:
 
 def moe_backends() -> list[str]:
     """The MoE backends whose growth with the requests was published (rtx6kpro)."""
-    return sorted({row["moe_backend"] for row in _whole_servers()})
+    return sorted({row["moe_backend"] for row in whole_servers()})
 
 
 @cache
-def _whole_servers() -> tuple[dict, ...]:
+def whole_servers() -> tuple[dict, ...]:
+    """rtx6kpro's whole servers: MoE backend, requests, context (0: short), tok/s of each."""
     with open(facts.path("published", "tables", "rtx6kpro_glm5.csv"), encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
@@ -106,7 +107,7 @@ def rest_of(
     if not same:
         return formula
     at_one, growth = tpot_ms - step_ms, {}
-    for row in _whole_servers():
+    for row in whole_servers():
         if row["context"] == "0":
             R, tpot = int(row["requests"]), 1000 * int(row["requests"]) / float(row["tokens_per_s"])
             growth.setdefault(row["moe_backend"], {})[R] = tpot

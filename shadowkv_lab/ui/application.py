@@ -32,9 +32,10 @@ class Application:
         changed: Callable[[Settings, str | None], Settings],
         asleep: Callable[[Settings], dict[str, str]],
         slow: Callable[[Settings], bool],
+        shell: Callable[[], type[App]] = lambda: App,
     ):
         self.function, self.where, self.columns = function, where, columns
-        self.changed, self.asleep, self.slow = changed, asleep, slow
+        self.changed, self.asleep, self.slow, self.shell = changed, asleep, slow, shell
         functools.update_wrapper(self, function)
         hints = typing.get_type_hints(function, include_extras=True)
         self.parameters, self.controls = {}, {}
@@ -71,7 +72,7 @@ class Application:
 
     def open(self, *args, **start) -> App:
         """The application at these settings, to be used from Python."""
-        return App(self, self.start(*args, **start))
+        return self.shell()(self, self.start(*args, **start))
 
 
 def application(
@@ -80,6 +81,7 @@ def application(
     changed: Callable[[Settings, str | None], Settings] = lambda settings, name: settings,
     asleep: Callable[[Settings], dict[str, str]] = lambda settings: {},
     slow: Callable[[Settings], bool] = lambda settings: False,
+    shell: Callable[[], type[App]] = lambda: App,
 ) -> Callable[[Callable[..., View]], Application]:
     """Make an annotated function an application with `columns` of figures.
 
@@ -87,11 +89,11 @@ def application(
     `changed(settings, name)` gives the settings as they follow from a change of `name`, and with
     None fills what was left open at the start. `asleep` says which controls do nothing now, and
     why. Where `slow` says so, the view is made in a worker, and takes `work` to report and to be
-    cancelled.
+    cancelled. `shell` gives the class that lays it out, where that is not `App`.
     """
 
     def made(function: Callable[..., View]) -> Application:
         own = where or f"{function.__module__}.{function.__name__}.app"
-        return Application(function, own, columns, changed, asleep, slow)
+        return Application(function, own, columns, changed, asleep, slow, shell)
 
     return made

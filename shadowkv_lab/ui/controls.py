@@ -81,6 +81,14 @@ class Menu(Control):
 
 
 @dataclass(frozen=True)
+class Switch(Menu):
+    """One of a few values, all of them in sight."""
+
+    def _kind(self, value):
+        return w.ToggleButtons
+
+
+@dataclass(frozen=True)
 class Several(Control):
     """Names of which any number may be chosen; on the command line, with commas."""
 
@@ -124,7 +132,11 @@ class Slider(Control):
             allowed = f"{'whole ' if whole else ''}{self.unit} {'from' if zero else 'above'} 0"
             raise OutOfRange(f"{self.label} of {value!r}", allowed)
         form = "{:,}" if whole else "{:g}"
-        options = [(f"{form.format(v)} {self.unit}", v) for v in sorted({*values, value})]
+        one = self.unit.removesuffix("s")
+        options = [
+            (f"{form.format(v)} {one if v == 1 else self.unit}", v)
+            for v in sorted({*values, value})
+        ]
         return {"options": options, "value": value}
 
 

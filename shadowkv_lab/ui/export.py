@@ -25,7 +25,7 @@ from pygments.formatters import HtmlFormatter
 
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import ready, write
-from shadowkv_lab.ui import notebooks
+from shadowkv_lab.ui import live, notebooks
 from shadowkv_lab.ui.display import PLOTLY
 
 OUT = Path("out")
@@ -159,17 +159,21 @@ def export(source: str | Path, target: str | Path | None = None) -> Path:
 
 def page(notebook: nbformat.NotebookNode, source: Path) -> str:
     """The HTML of a notebook; its plotly outputs drawn by one inlined plotly.js."""
-    specs, name = _take_plots(notebook), source.name
+    (specs, screens), name = _take_plots(notebook), source.name
     folder = {"metadata": {"path": str(source.resolve().parent)}}
     body, _ = _Exporter().from_notebook_node(notebook, folder)
     body, styles = clean(body)
+    for number, data in enumerate(screens):  # ours, so it is put in after the cleaning
+        place = f'<div id="screen-{number}"></div>'
+        body = body.replace(place, live.page_part(data, number), 1)
     plots = "".join(
         f'<script type="application/json" class="plot-spec" data-plot="plot-{i}">'
         f"{_inside_script(json.dumps(spec))}</script>\n"
         for i, spec in enumerate(specs)
     )
     scripts = [_inside_script(get_plotlyjs()), DRAW] if specs else []
-    hashes = [hashlib.sha256(text.encode()).digest() for text in scripts]
+    allowed = [*scripts, *([live.SCRIPT] if screens else [])]
+    hashes = [hashlib.sha256(text.encode()).digest() for text in allowed]
     hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes]
     policy = POLICY.format(hashes=" ".join(hashes) or "'none'")
     library, draw = (f"<script>{text}</script>" for text in scripts) if specs else ("", "")
@@ -225,12 +229,19 @@ def _text(value: object) -> object:
     return re.sub(r"</?a\b[^>]*>?", "", value, flags=re.I) if isinstance(value, str) else value
 
 
-def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
-    """Put a place in each plotly output, and formulas in LaTeX ones; returns the figures."""
-    specs = []
+def _take_plots(notebook: nbformat.NotebookNode) -> tuple[list[dict], list[dict]]:
+    """Put a place in each output of plotly or the screen, and formulas in LaTeX ones.
+
+    Returns the figures and the screens' payloads.
+    """
+    specs, screens = [], []
     for output in (o for cell in notebook.cells for o in cell.get("outputs", [])):
         found = output.get("data", {})
-        if PLOTLY in found:
+        if live.SCREEN in found:
+            place = f'<div id="screen-{len(screens)}"></div>'
+            screens.append(found[live.SCREEN])
+            output.data = nbformat.NotebookNode({"text/html": place})
+        elif PLOTLY in found:
             spec = found[PLOTLY]
             place = f'<div class="plot" id="plot-{len(specs)}"></div>'
             output.data = nbformat.NotebookNode({"text/html": place})
@@ -242,7 +253,7 @@ def _take_plots(notebook: nbformat.NotebookNode) -> list[dict]:
         elif "text/latex" in found and "text/html" not in found:
             tex = "".join(found["text/latex"]).strip().strip("$")
             found["text/html"] = formula(tex, block=True)
-    return specs
+    return specs, screens
 
 
 def _title(notebook: nbformat.NotebookNode) -> str:

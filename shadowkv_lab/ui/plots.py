@@ -35,16 +35,20 @@ class Figures(Sequence):
 
 
 def draw(
-    shown: list[go.FigureWidget], drawn: list[dict], figures: Sequence[go.Figure], width: int
+    shown: list[go.FigureWidget],
+    drawn: list[dict],
+    figures: Sequence[go.Figure],
+    width: int,
+    fit: Callable[[go.Figure, int], dict] | None = None,
 ) -> tuple[list[go.FigureWidget], list[dict]]:
     """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
 
     `drawn` is what they show so far. A widget is patched where its traces are of the same types,
-    and replaced elsewhere.
+    and replaced elsewhere. `fit` makes a figure plain JSON for that width, as `fitted` does.
     """
     specs, widgets = [], []
     for i, figure in enumerate(figures):
-        specs.append(spec := fitted(figure, width))
+        specs.append(spec := (fit or fitted)(figure, width))
         if i < len(shown) and _alike(drawn[i], spec):
             _patch(shown[i], drawn[i], spec)
             widgets.append(shown[i])
@@ -52,6 +56,17 @@ def draw(
             # NOTE: a FigureWidget's stored state is that of the figure it was made from.
             widgets.append(go.FigureWidget(go.Figure(spec, _validate=False)))
     return widgets, specs
+
+
+def wrapped(title: str, letters: int, small: int | None = None) -> str:
+    """A title in lines of so many letters; those of its smaller lines are `small`."""
+    lines = []
+    for part in title.split("<br>"):
+        little = part.startswith("<sup>")
+        part = part.removeprefix("<sup>").removesuffix("</sup>")
+        for line in textwrap.wrap(part, (small or int(1.2 * letters)) if little else letters):
+            lines.append(f"<sup>{line}</sup>" if little else line)
+    return "<br>".join(lines)
 
 
 def fitted(figure: go.Figure, width: int) -> dict:

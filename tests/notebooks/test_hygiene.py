@@ -89,7 +89,7 @@ def test_no_cell_injected_by_an_earlier_run(notebook):
 def test_each_widget_is_followed_by_a_figure(notebook):
     """A reader without a kernel sees the result: a cell that shows an app has figures after it."""
     code = [c for c in notebook["cells"] if c["cell_type"] == "code"]
-    shown = re.compile(r"^(?:\w+\.)?(explorer|\w*app|loads|traffics)\(.*\)$", re.M)
+    shown = re.compile(r"^(?:\w+\.)?(explorer|screen|\w*app|loads|traffics)\(.*\)$", re.M)
     for cell, after in pairwise(code):
         if shown.search(text(cell["source"])):
             assert [o for o in after["outputs"] if PLOTLY in o.get("data", {})], cell["source"]
