@@ -242,22 +242,18 @@ def curve(
             colours.append(point.strategy.colour)
     traces.append(_marks(rings, "circle-open", "published or recorded", colours or "#444"))
     log_y = along == "concurrency"
+    marks = () if log_y else marks
     through = _through(along, load, field.limit)
     through += ", dashes: not run on this card" if any(field.untried) else ""
     title = charts.heading(_finding(field, along, x, lead), through)
     shapes = [_rule(x0=at, x1=at, y0=0, y1=1, yref="paper")]
     notes = [
         {
-            **{"x": at, "xref": "x", "y": 1, "yref": "paper", "text": "here"},
+            **{"x": float(np.log10(at)), "xref": "x", "y": 1, "yref": "paper", "text": "here"},
             **{"xanchor": "right" if _late(at, x) else "left", "yanchor": "bottom"},
             **{"font": {"size": 10, "color": "#444"}},
         }
     ]
-    if log_y:
-        notes[0]["x"] = float(np.log10(at))
-        marks = ()
-    else:
-        notes[0]["x"] = float(np.log10(at))
     for rate, words in marks:
         shapes.append(_rule(x0=0, x1=1, xref="paper", y0=rate, y1=rate))
         notes.append(
@@ -271,7 +267,7 @@ def curve(
     return charts.figure(
         title,
         traces,
-        UNITS[along] if along != "pool" else "pool, tokens (--max-total-tokens)",
+        UNITS[along] if along != "pool" else "pool, at most (tokens)",
         "tok/s",
         xaxis={"type": "log", "tickformat": "~s", "dtick": "D2" if len(x) < 12 else 1},
         yaxis=y,
@@ -420,7 +416,7 @@ def lead_map(field: Field, load: Load) -> go.Figure:
         "context, tokens",
         xaxis={
             **{"tickvals": [CONCURRENCIES.index(R) for R in REQUESTS]},
-            **{"ticktext": [*map(str, REQUESTS)]},
+            **{"ticktext": [*map(str, REQUESTS)], "tickangle": 0},
             **{"showgrid": False, "range": [-0.5, len(CONCURRENCIES) - 0.5]},
         },
         yaxis={
