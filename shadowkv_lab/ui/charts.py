@@ -217,12 +217,17 @@ def lines(
 
     A line that lies under another is a ring: of lines with the same points the first.
     """
-    found = []
-    for title in dict.fromkeys(frame.title):
-        part = frame[frame.title == title].sort_values(x, kind="stable")
-        data = {"customdata": part[list(columns)].values.tolist()} if columns else {}
-        own = (title, part.colour.iloc[0], part.provenance.iloc[0])
-        found.append(line(part[x], part[y], *own, hover=hover, **data, **more))
+    needed, parts, found = dict.fromkeys(("colour", "provenance", x, y, *columns)), {}, []
+    for row in frame[["title", *needed]].to_dict("records"):
+        parts.setdefault(row["title"], []).append(row)
+    for title, rows in parts.items():
+        rows.sort(key=lambda row: row[x])
+        own = {"hover": hover, **more}
+        if columns:
+            own["customdata"] = [[row[name] for name in columns] for row in rows]
+        colour, word = rows[0]["colour"], rows[0]["provenance"]
+        xs, ys = ([row[name] for row in rows] for name in (x, y))
+        found.append(line(xs, ys, title, colour, word, **own))
     rings = 0
     for i, trace in reversed([*enumerate(found)]):
         if any(_covers(later, trace) for later in found[i + 1 :]):

@@ -126,9 +126,10 @@ def _against(frame: pd.DataFrame, title: str, x: str, axis: str) -> go.Figure:
     )
     columns = ["provenance", "cast_ms", "attention_ms"]
     kinds = ", ".join(sorted(set(frame.provenance)))
+    ordered = frame.iloc[frame.order.argsort(kind="stable")]
     return charts.figure(
         title,
-        charts.lines(frame.sort_values("order", kind="stable"), x, "step_ms", hover, columns),
+        charts.lines(ordered, x, "step_ms", hover, columns),
         axis,
         "step (ms)",
         log_x=True,
