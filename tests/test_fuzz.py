@@ -304,7 +304,8 @@ def test_the_seeds_are_read(tmp_path):
     for name in sorted({*JSON, *TEXT} - {"index"}):  # its shard is not there
         content, reader = (JSON | TEXT)[name]
         (tmp_path / "x.json").write_bytes(content)
-        reader(tmp_path / "x.json")
+        # Some logs are of another model than the one asked for, or of a draft.
+        (logs.parse if name.startswith("log ") else reader)(tmp_path / "x.json")
 
 
 # The command line
