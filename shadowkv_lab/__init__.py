@@ -11,7 +11,7 @@ _PLACES = {
     "model": ["Model", "load_model"],
     "machine": ["Card", "card"],
     "load": ["Load"],
-    "deployment": ["Deployment", "Setting", "deploy=deployment"],
+    "deployment": ["Deployment", "Setting", "deploy=deployment", "published_deployment"],
     "rules": ["can_run"],
     "budget": ["memory_budget=budget"],
     "strategies": ["STRATEGIES", "Moves", "Strategy", "parse"],

@@ -388,9 +388,9 @@ def deployment(
 
 
 def published_deployment(
-    name: str = "case", card: Card | str | None = None, **changes
+    name: str = "glm5-report", card: Card | str | None = None, **changes
 ) -> Deployment:
-    """The deployment of a published result of data/published; "case" is the GLM-5 report's.
+    """The deployment of a published result of data/published; "glm5-report" is the GLM-5 report's.
 
     What the publication gives is published, with its source; `changes` are `deployment`'s
     arguments, and typed. `card` chooses where the publication names several.

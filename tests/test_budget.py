@@ -83,7 +83,7 @@ def test_a_logged_size_leaves_a_named_difference():
 
 def test_the_glm5_report_closes():
     """About 61 GiB of weights, 0.92, 94.1 free before loading and 25.49 GiB of KV fit together."""
-    made = budget(published_deployment("case"))
+    made = budget(published_deployment("glm5-report"))
     terms = {t.name: t for t in made.terms}
     assert terms["weights"].gib == -61
     assert terms["weights"].provenance.kind is Kind.PUBLISHED
@@ -223,7 +223,11 @@ def test_inverse_questions():
     assert not smaller.fits.any()
     assert all(smaller.why)
     # What was seen of one card's memory is not carried to another.
-    assert not cards_for(published_deployment("case"), "full_cast", Load()).tokens.eq(495_616).any()
+    assert (
+        not cards_for(published_deployment("glm5-report"), "full_cast", Load())
+        .tokens.eq(495_616)
+        .any()
+    )
 
 
 @given(st.floats(0.5, 60), st.sampled_from(["full_cast", "bf16_pool", "shadow"]))
@@ -244,7 +248,7 @@ def test_weights_that_do_not_fit():
     with pytest.raises(DoesNotFit, match=r"120\.00 GiB of weights.*more GPUs"):
         plan(weights_gib=120.0, kv_gib=None)
     with pytest.raises(DoesNotFit, match="were asked for"):
-        budget(published_deployment("case", kv_gib=40.0))
+        budget(published_deployment("glm5-report", kv_gib=40.0))
     with pytest.raises(DoesNotFit, match=r"500\.00 GiB of KV"):
         plan(kv_gib=500)
     with pytest.raises(UnknownName):

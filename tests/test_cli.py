@@ -92,7 +92,7 @@ def test_bad_input_is_one_named_line(small, more, said):
 
 
 def test_rules_of_the_case_and_of_today():
-    """The case's dead ends come out of the rules of its day, today's ways out of today's."""
+    """The report's dead ends come out of the rules of its day, today's ways out of today's."""
     then = {r["backend"]: r for r in json.loads(shadowkv("rules", "--as-of", "2026-02", "--json"))}
     now = {r["backend"]: r for r in json.loads(shadowkv("rules", "--json"))}
     assert then["flashinfer_fa2"]["runs"] == "no" and "sizeof" in then["flashinfer_fa2"]["why_not"]

@@ -48,7 +48,7 @@ def test_estimated_weights_are_near_what_servers_print(model, options, gib):
 
 
 def test_no_figure_of_the_glm5_report_is_another_servers_default():
-    report = published_deployment("case")
+    report = published_deployment("glm5-report")
     assert (report.checkpoint.weights_gib, report.memory_fraction, report.kv_gib) == (
         61,
         0.92,
@@ -71,7 +71,7 @@ def test_no_figure_of_the_glm5_report_is_another_servers_default():
 
 
 def test_a_change_of_the_report_is_typed():
-    typed = published_deployment("case", "rtx-pro-6000-workstation", weights_gib=50.0)
+    typed = published_deployment("glm5-report", "rtx-pro-6000-workstation", weights_gib=50.0)
     assert typed.card.name == "rtx-pro-6000-workstation"
     assert typed.checkpoint.provenance.kind is Kind.ASSUMED
     assert typed.provenance("kv_gib").kind is Kind.PUBLISHED

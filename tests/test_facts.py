@@ -47,7 +47,7 @@ def test_every_fact_file_gives_its_source(path):
 
 def test_a_card_carries_its_source():
     assert machine.card("h200").source.url == "https://www.nvidia.com/en-us/data-center/h200/"
-    assert isinstance(facts.source(facts.find("published", "result", "case")), Source)
+    assert isinstance(facts.source(facts.find("published", "result", "glm5-report")), Source)
 
 
 def test_a_file_of_ones_own_is_added_and_wins(own):

@@ -1,4 +1,4 @@
-"""The compatibility table against what the case, the issues and the release notes state."""
+"""The compatibility table against what the GLM-5 report, the issues and the release notes state."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_dead_ends_of_the_case_in_its_day(day):
         assert table[dead] == "no"
     for dead in ("cutlass_mla", "flashmla", "vllm_triton", "flashinfer_sparse_mla"):
         assert table[dead] == "no"
-    # What the case did run is reported to be broken by others on the same card.
+    # What the GLM-5 report did run is reported to be broken by others on the same card.
     assert table["sglang_flashinfer"] == "disputed"
     assert table["lab_fused_fp8"] == "no"  # no release yet
 
@@ -135,7 +135,11 @@ def test_vllm_triton_misses_shared_memory_on_sm120_by_1024_bytes():
 def test_reported_rules_dispute_and_do_not_forbid():
     b200 = Serving((10, 0), "bf16", heads=16, page_size=128, qk_nope_head_dim=128)
     (verdict,) = check("cutlass_mla", b200, "2026-02")
-    assert verdict.disputed and "as reported by the case" in str(verdict) and "128" in str(verdict)
+    assert (
+        verdict.disputed
+        and "reported by the author of the GLM-5 report" in str(verdict)
+        and "128" in str(verdict)
+    )
     assert runs(b200, "2026-02")["cutlass_mla"] == "disputed"
     assert runs(b200)["cutlass_mla"] == "no"
 

@@ -93,11 +93,12 @@ def show(rows: Iterable[dict], columns: Iterable[str], heading: str = "") -> Non
     own = columns if isinstance(columns, Mapping) else {}
     for key in names:
         number = any(type(row[key]) in (int, float) for row in rows)
-        head = own.get(key) or tables.column(key).head
+        of = tables.column(key)
+        head = own.get(key) or f"{of.title}\n{of.unit}".rstrip()
         # A name that is broken over lines cannot be searched.
-        whole = key in ("strategy", "load")
-        side = "right" if number else "left"
-        table.add_column(head, justify=side, overflow="fold", no_wrap=whole)
+        whole = number or key in ("strategy", "load")
+        justify = "right" if number else "left"
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(shown(tables.column(key).cell(row[key])) for key in names))
     console.print(table)

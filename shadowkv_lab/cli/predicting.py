@@ -1,4 +1,4 @@
-"""Commands that predict, and that reproduce the case."""
+"""Commands that predict, and that reproduce the GLM-5 report."""
 
 import json
 from collections.abc import Iterable
@@ -10,10 +10,14 @@ import typer
 from shadowkv_lab.cli import AsJson, Device, Model, app, console, progress, show
 
 Gpu = Annotated[str, typer.Option(help="A card of data/gpus.")]
-CASE_GPU = "rtx-pro-6000-server"
+REPORT_CARD = "rtx-pro-6000-server"
 
 # What `reproduce` prints of each table; the CSV files hold all of it.
 PRINTED = {
+    "smaller_pools": (
+        "The cheapest remedy",
+        "pool_tokens cast_ms tpot_ms tokens_per_s low_tokens_per_s high_tokens_per_s provenance",
+    ),
     "arithmetic": ("The arithmetic", "what formula value unit published agrees"),
     "measured": (
         "Measured here, and recorded",
@@ -21,12 +25,13 @@ PRINTED = {
     ),
     "does_not_add_up": (
         "What does not add up",
-        "hypothesis tpot_ms off_ms gb_per_s total_gib fits_server under_server under_workstation",
+        "hypothesis tpot_ms low_ms high_ms gb_per_s total_gib fits_server under_server "
+        "under_workstation",
     ),
     "verdict": (
         "The verdict",
-        "strategy step_ms tpot_ms tokens_per_s gib_for_pool fits tokens_that_fit "
-        "tokens_per_s_per_gib provenance",
+        "strategy step_ms tpot_ms low_tokens_per_s high_tokens_per_s gib_for_pool fits "
+        "tokens_that_fit tokens_per_s_per_gib provenance",
     ),
 }
 
@@ -86,15 +91,15 @@ def budget(
     )
     load = Load(concurrency, context)
     if log:
-        reading = logs.read(log, model, CASE_GPU if gpu is None else gpu, **options)
+        reading = logs.read(log, model, REPORT_CARD if gpu is None else gpu, **options)
         plan = budget.budget(reading.deployment, load)
         for line in reading.lines:
             typer.echo(line, err=True) if as_json else console.print(line, soft_wrap=True)
     else:
         if model is None and gpu is None:
-            at = published_deployment("case", **options)
+            at = published_deployment("glm5-report", **options)
         else:
-            known = "glm-5" if model is None else model, CASE_GPU if gpu is None else gpu
+            known = "glm-5" if model is None else model, REPORT_CARD if gpu is None else gpu
             at = deployment(*known, **options)
         if smallest_card is not None:
             _print(budget.cards_for(at, smallest_card, load), as_json)
@@ -124,7 +129,7 @@ def budget(
 @app.command()
 def predict(
     model: Model = "glm-5",
-    gpu: Gpu = CASE_GPU,
+    gpu: Gpu = REPORT_CARD,
     pool_tokens: int = 495_616,
     concurrency: int = 1,
     context: int = 1024,
@@ -155,14 +160,14 @@ def predict(
 @app.command()
 def reproduce(
     device: Device = None,
-    context: Annotated[int | None, typer.Option(help="The case's is not reported.")] = None,
+    context: Annotated[int | None, typer.Option(help="The report does not give its own.")] = None,
     pool_tokens: Annotated[int | None, typer.Option(help="The largest that is quick here.")] = None,
-    gpu: Gpu = CASE_GPU,
+    gpu: Gpu = REPORT_CARD,
     out: Annotated[Path, typer.Option(help="Where the files go.")] = Path("out/reproduce"),
     notebook: Annotated[bool, typer.Option(help="Execute the decode lab's notebook too.")] = False,
     profile: Annotated[bool, typer.Option(help="Profile one step of two strategies.")] = True,
 ) -> None:
-    """Re-derive the case, measure it here, and say what does not add up.
+    """Re-derive the GLM-5 report, measure it here, and say what does not add up.
 
     Exit status 1 if a strategy fails its check or a derived figure leaves its published one.
     """

@@ -49,7 +49,9 @@ def simulate(
     weights_gib: Annotated[float | None, typer.Option(help="Per GPU, as logs print it.")] = None,
     kv_gib: Annotated[float | None, typer.Option(help="The KV size of a log.")] = None,
     strategies: Annotated[str | None, typer.Option(help="Separated by commas.")] = None,
-    rest: Annotated[str, typer.Option(help="The published stream that anchors the rest.")] = "case",
+    rest: Annotated[
+        str, typer.Option(help="The published stream that anchors the rest.")
+    ] = "glm5-report",
     rate: Annotated[float, typer.Option(help="Factor on the trace's requests/s.")] = 1.0,
     replicas: Annotated[int, typer.Option(help="Servers after a least-loaded router.")] = 1,
     prefill_tokens_per_s: Annotated[float | None, typer.Option(help="Of one server.")] = None,

@@ -1,4 +1,4 @@
-"""The case reproduced: tables of measured, predicted and published figures, and their checks."""
+"""The GLM-5 report reproduced: measured, predicted and published figures, and their checks."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from shadowkv_lab.strategies.step import DecodeStep
 
 CPU_POOL_TOKENS = 4096  # all layers of GLM-5, four strategies: 41 s on two shared cores
 ASKED = ("full_cast", "bf16_pool", "shadow", "gather_cast")
-ON_A_GPU = ("vector_cast", "fused_fp8", "shadow(layers=26)")
+ON_A_GPU = ("vector_cast", "fused_fp8", "shadow(layers=26)")  # measured only there
 
 Progress = Callable[[str, float], None]
 
@@ -63,7 +63,7 @@ def measured(steps: Sequence[Step], rest: Rest) -> pd.DataFrame:
     Steps over a smaller pool are scaled to the report's by each phase's bytes and say so. The
     rest is the report's, the step another machine's: every TPOT here is a replay.
     """
-    P = case.published("case")["pool_tokens"]
+    P = case.published()["pool_tokens"]
     rows = []
     for seen in steps:
         step, running = resized(seen, P), seen.setting.load.concurrency
@@ -82,6 +82,7 @@ def measured(steps: Sequence[Step], rest: Rest) -> pd.DataFrame:
                 scaled="; ".join(
                     p.provenance.how for p in step.phases if str(p.provenance) == "calibrated"
                 ),
+                rest_ms=rest(running),
                 tpot_ms=tpot_ms,
                 tokens_per_s=1000 * running / tpot_ms,
                 error=step.error,
@@ -112,7 +113,7 @@ def recorded_steps(
     steps: Sequence[Step] | None = None,
 ) -> list[Step]:
     """The newest recorded steps of the report's model at its pool, one load, on one card."""
-    published = case.published("case")
+    published = case.published()
     model = load_model(published["model"]).name
     load = Load(concurrency, context or published["default_context"])
     wanted = (card, model, pool_tokens or published["pool_tokens"], load)
@@ -129,17 +130,17 @@ def bench_here(
     model: Model | None = None,
     progress: Progress = lambda text, done: None,
 ) -> decode.Bench:
-    """A bench for the case's model and heads on this machine."""
-    model = model or load_model(case.published("case")["model"])
-    heads = model.heads_per_gpu(case.published("case")["tensor_parallel"])
+    """A bench for the report's model and heads on this machine."""
+    model = model or load_model(case.published()["model"])
+    heads = model.heads_per_gpu(case.published()["tensor_parallel"])
     return decode.Bench(
         model, heads, machine.as_device(device), modes=("graph",), progress=progress
     )
 
 
 def pool_here(bench: decode.Bench) -> int:
-    """The case's pool, or the largest of whole pages that a shadow beside FP8 leaves room for."""
-    P = case.published("case")["pool_tokens"]
+    """The report's pool, or the largest of whole pages that a shadow beside FP8 leaves room for."""
+    P = case.published()["pool_tokens"]
     if bench.device.type == "cpu":
         return CPU_POOL_TOKENS
     a_token = parse("shadow").token_bytes(bench.model)
@@ -159,10 +160,7 @@ def measure_here(
     `keep` gets each step as soon as it is there.
     """
     if strategies is None:
-        more = (
-            ("vector_cast", "fused_fp8", "shadow(layers=26)") if bench.device.type == "cuda" else ()
-        )
-        strategies = [*ASKED, *more]
+        strategies = [*ASKED, *(ON_A_GPU if bench.device.type == "cuda" else ())]
     runs, checks = [], []
     for strategy in parse_list(list(strategies)):
         what = f"{strategy.label}: output within {TOLERANCE:.0e} of float64"
@@ -212,27 +210,37 @@ def checks_of(lines: Sequence[case.Line]) -> list[Check]:
 
 
 def tables_of(
-    steps: Sequence[Step], card: str, context: int, fitted: "fit.Fit | None" = None
+    steps: Sequence[Step], card: str, context: int
 ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
-    """Tables 1, 2, 4, 5 and 6 with their texts; `steps` are those of table 2."""
-    of = case.server()
-    rest = verdict.case_rest(card, context, fitted)
+    """All tables with their texts, the cheapest remedy first; `steps` are those of "measured"."""
+    of, kept = case.server(), recorded()
+    rest = verdict.report_rest(card, context)
     found = {
-        "arithmetic": pd.DataFrame([{**asdict(x), "agrees": x.agrees} for x in case.arithmetic()]),
+        "smaller_pools": verdict.smaller_pools(card, context, rest=rest),
+        "arithmetic": pd.DataFrame(
+            [
+                {**asdict(x), "agrees": x.agrees, "provenance": str(x.provenance)}
+                for x in case.arithmetic()
+            ]
+        ),
         "measured": measured(steps, rest),
         "does_not_add_up": hypotheses.recorded_hypotheses(of),
+        "taken_away": case.taken_away(),
         "same_class": hypotheses.same_class(),
-        "sglang_35291": case.check_deepseek(fitted or fit.fit(), recorded()),
-        "verdict": verdict.verdict(card, context, rest=rest, fitted=fitted),
+        "faster_cast": case.faster_cast(kept),
+        "sglang_35291": case.check_deepseek(fit.fit(), kept),
+        "verdict": verdict.verdict(card, context, rest=rest),
     }
-    published = case.published("case")
+    published = case.published()
     notes = {
+        "smaller_pools": verdict.flag_first(found["smaller_pools"]),
         "measured": f"TPOT = rest + step: a replay of the GLM-5 report's rest, {rest(1):.1f} ms "
         f"({rest.provenance.how}; {rest.provenance}), with the step of the machine named. Context "
         f"{context:,} is assumed.",
         "does_not_add_up": hypotheses.in_words(of, found["does_not_add_up"]),
         "verdict": f"On {machine.card(card).title}, {published['pool_gib']} GiB of KV, one "
-        f"request of {context:,} tokens. Cast: calibrated by the case's {published['cast_ms']} ms.",
+        f"request of {context:,} tokens. The cast is calibrated by the report's "
+        f"{published['cast_ms']} ms.",
     }
     return found, notes
 
@@ -247,12 +255,12 @@ def run(
     profile: bool = True,
     progress: Progress = lambda text, done: None,
 ) -> Reproduction:
-    """Reproduce the case on this machine beside the recorded H200 run; writes under `out`.
+    """Reproduce the GLM-5 report on this machine beside the recorded H200 run; writes under `out`.
 
     A strategy that is wrong is a failed check, and `ok` is False. Raises `OutOfRange`,
     `DoesNotFit` and `CannotWrite` before anything is measured.
     """
-    published = case.published("case")
+    published = case.published()
     context = published["default_context"] if context is None else context
     card = machine.card(card or published["gpu"][-1]).name
     bench, out = bench_here(device, progress=progress), Path(out)

@@ -638,7 +638,7 @@ def explanations(of: Server, card: Card | None, same_pool: bool) -> pd.DataFrame
     """The hypotheses that the files leave open: a pool that is the same was not cut."""
     table = hypotheses.hypotheses(of, (card.name,) if card else ())
     if same_pool:
-        table = table[~table.hypothesis.str.startswith("the pool cut")]
+        table = table[table.pool_tokens == of.pool_tokens]
     if math.isnan(of.weights_gib):
         table = table[[c for c in table if not c.startswith(("fits_", "total_"))]]
     return table.reset_index(drop=True)

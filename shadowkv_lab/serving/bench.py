@@ -11,9 +11,9 @@ from shadowkv_lab.serving import traces, traffic
 from shadowkv_lab.serving.lines import StepTime
 from shadowkv_lab.serving.simulate import PREFILL_TOKENS_PER_S, Engine, simulate
 
-KV_BYTES = 25.49 * 2**30  # the case's pool
+KV_BYTES = 25.49 * 2**30  # the GLM-5 report's pool
 GB_PER_S = 1597.0  # the Server card's datasheet
-REST_MS = 31.0  # of the case at one request; held for all here: this times the lab, not a GPU
+REST_MS = 31.0  # of the GLM-5 report at one request; held for all: this times the lab, not a GPU
 LOAD = 0.45  # of the prefill rate: what a trace's rate is scaled to
 
 
@@ -32,7 +32,7 @@ class Timing(NamedTuple):
 
 
 def engine(storage: str) -> Engine:
-    """The case's card with a pool of one storage: attention reads it at the datasheet's speed."""
+    """The report's card with a pool of one storage: attention reads it at the datasheet's speed."""
     model = load_model("glm-5")
     reads = "bf16" if storage == "fp8+bf16" else storage
     ms_per_token = model.token_bytes(reads, index=False) / GB_PER_S / 1e6

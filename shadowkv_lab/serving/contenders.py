@@ -36,10 +36,10 @@ def reported_or_derived(
     `options` are those of `deployment`; with a memory size among them, nothing is the report's.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    made, report = deployment(model, card, **options), published_deployment("case")
+    made, report = deployment(model, card, **options), published_deployment("glm5-report")
     if options.keys() & {"kv_gib", "weights_gib", "pool_tokens"}:
         return made
-    cards = facts.find("published", "published result", "case")["gpu"]
+    cards = facts.find("published", "published result", "glm5-report")["gpu"]
     spread = (made.model, made.tensor_parallel, made.gpus, made.layout, made.engine)
     if made.card.name not in cards or spread != (
         report.model,
@@ -49,14 +49,14 @@ def reported_or_derived(
         report.engine,
     ):
         return made
-    return published_deployment("case", made.card, **options)
+    return published_deployment("glm5-report", made.card, **options)
 
 
 def contenders(
     deployment: Deployment,
     strategies: "Sequence[str | Strategy] | None" = None,
     *,
-    anchor: str = "case",
+    anchor: str = "glm5-report",
     rest: Rest | None = None,
 ) -> list[Contender]:
     """Each strategy with its capacity in a deployment and its step; all DP ranks together.

@@ -16,7 +16,7 @@ from shadowkv_lab.strategies import STRATEGIES, Label, Strategy, parse
 
 # Published whole steps of one stream: what is left beside the strategy's own is a rest.
 ANCHORS = {
-    "case": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
+    "glm5-report": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
     "rtx6kpro": "rtx6kpro: GLM-5 on 8x RTX PRO 6000, BF16 pool, about 51 tok/s",
     "sglang-35291": "sglang #35291: DeepSeek-R1 on 8x H200, BF16 pool, 17.2 ms",
 }
@@ -151,11 +151,11 @@ def anchored(anchor: str, deployment: Deployment, moe_backend: str | None = None
 
     Always assumed: in another deployment the rest is another. Raises `UnknownName`.
     """
-    if anchor not in ANCHORS:
-        raise UnknownName("anchor of the rest", anchor, ANCHORS)
     entry = facts.find("published", "published result", anchor)
+    if entry["name"] not in ANCHORS:
+        raise UnknownName("anchor of the rest", anchor, ANCHORS)
     seen, there = entry["anchor"], published_deployment(anchor, page_size=1)
-    context = facts.find("published", "published result", "case")["default_context"]
+    context = facts.find("published", "published result", "glm5-report")["default_context"]
     step = predict(seen["strategy"], there, Load(1, context), pool_tokens=seen.get("pool_tokens"))
     return rest_of(deployment, seen["tpot_ms"], step.ms, moe_backend)
 

@@ -312,7 +312,7 @@ def published() -> list[Point]:
             key, moved = Key("cast", "full_cast", "", card, 0), 1728 * R * n
             taken = ms["fp8"] - ms["bf16"]
             found.append(Point(key, 1, moved, moved, taken, Kind.PUBLISHED))
-    report = facts.find("published", "published result", "case")
+    report = facts.find("published", "published result", "glm5-report")
     model = load_model(report["model"])
     moved = 3 * model.row_bytes("fp8") * report["pool_tokens"]
     for card in report["gpu"]:

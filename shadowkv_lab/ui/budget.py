@@ -7,7 +7,7 @@ from typing import Annotated
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab import facts, machine
+from shadowkv_lab import facts
 from shadowkv_lab.budget import Budget, budget
 from shadowkv_lab.deployment import GIB, Deployment, checked, deployment, published_deployment
 from shadowkv_lab.errors import CannotRun
@@ -19,7 +19,17 @@ from shadowkv_lab.strategies import STRATEGIES
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Tick, cards, models, named, powers
+from shadowkv_lab.ui.controls import (
+    CardName,
+    Concurrency,
+    Context,
+    Menu,
+    ModelName,
+    Number,
+    Paste,
+    Tick,
+    named,
+)
 
 FIXED = {"before weights": "#c9c9c9", "weights": "#9a9a9a", "reserve": "#e4e4e4"}
 TABLE = (
@@ -127,7 +137,7 @@ def _frame(plan: Budget) -> pd.DataFrame:
 
 def _reported(settings: dict) -> bool:
     """Whether the GLM-5 report's server is asked for."""
-    report = facts.find("published", "published result", "case")
+    report = facts.find("published", "published result", "glm5-report")
     asked = [load_model(settings["model"]).name, settings["tensor_parallel"], settings["engine"]]
     theirs = [report["model"], report["tensor_parallel"], report["engine"]]
     return asked == theirs and settings["gpu"] in report["gpu"]
@@ -137,7 +147,7 @@ def _derived(settings: dict) -> Deployment:
     """The deployment without what was typed of its memory: the GLM-5 report's, or derived."""
     more = {"index_layers": None if settings["index"] else 0, "mtp": settings["mtp"] or None}
     if _reported(settings):
-        return published_deployment("case", settings["gpu"], **more)
+        return published_deployment("glm5-report", settings["gpu"], **more)
     spread = {"tensor_parallel": settings["tensor_parallel"], "engine": settings["engine"]}
     return deployment(settings["model"], settings["gpu"], **spread, **more)
 
@@ -185,23 +195,21 @@ def _as_typed(at: Deployment, typed: dict[str, float]) -> Deployment:
 
 @application("shadowkv_lab.budget_app", changed=follow)
 def budget_view(
-    model: Annotated[str, Menu("model", options=models)] = "glm-5",
-    gpu: Annotated[str, Menu("GPU", options=cards(machine.known_cards), kind="GPU")] = (
-        "rtx-pro-6000-server"
-    ),
-    tensor_parallel: Annotated[int, Menu("GPUs (TP)", options=(1, 2, 4, 8, 16))] = 8,
-    weights_gib: Annotated[float | None, Number("weights, GiB/GPU", "0: not known", 0.5)] = None,
-    mem_fraction_static: Annotated[float | None, Number("memory fraction", "", 0.01)] = None,
-    dtype: Annotated[str, Menu("KV dtype", "", ("all", "fp8", "bf16", "fp8+bf16"))] = "all",
-    kv_gib: Annotated[float | None, Number("KV, GiB (0: rule)", "", 0.5)] = None,
-    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
-    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
+    model: ModelName = "glm-5",
+    gpu: CardName = "rtx-pro-6000-server",
+    tensor_parallel: Annotated[int, Menu("GPUs (TP)", (1, 2, 4, 8, 16))] = 8,
+    weights_gib: Annotated[
+        float | None, Number("weights, GiB/GPU", 0.5, help="0: not known")
+    ] = None,
+    mem_fraction_static: Annotated[float | None, Number("memory fraction", 0.01)] = None,
+    dtype: Annotated[str, Menu("KV dtype", ("all", "fp8", "bf16", "fp8+bf16"))] = "all",
+    kv_gib: Annotated[float | None, Number("KV, GiB (0: rule)", 0.5)] = None,
+    concurrency: Concurrency = 1,
+    context: Context = 1024,
     index: Annotated[bool, Tick("index keys (DSA models)")] = True,
     mtp: Annotated[bool, Tick("MTP layer's KV")] = False,
-    engine: Annotated[str, Menu("engine's rule", options=("sglang", "vllm"))] = "sglang",
-    log: Annotated[
-        str, Paste("start-up log", "", "paste SGLang's or vLLM's start-up log here")
-    ] = "",
+    engine: Annotated[str, Menu("engine's rule", ("sglang", "vllm"))] = "sglang",
+    log: Annotated[str, Paste("start-up log", "paste SGLang's or vLLM's log here")] = "",
 ) -> View:
     """What fits: memory term by term, and the tokens of each strategy.
 

@@ -65,11 +65,6 @@ def tag(strategy) -> Label:
     return strategy if isinstance(strategy, Label) else parse(strategy).tag
 
 
-def titles(labels: Iterable) -> list[str]:
-    """Strategies' titles from their labels or tags."""
-    return [tag(label).title for label in labels]
-
-
 def heading(finding: str, note: str = "") -> str:
     """A finding, and beneath it, smaller, what it rests on."""
     return f"{finding[0].upper()}{finding[1:]}" + (f"<br><sup>{note}</sup>" if note else "")
@@ -130,13 +125,6 @@ def merged(base: Mapping, more: Mapping) -> dict:
     return both
 
 
-def patterns(words: "str | Iterable[str]") -> dict:
-    """The fill pattern of one word of provenance, or of each bar's."""
-    if isinstance(words, str):
-        return {"shape": Kind(words).pattern}
-    return {"shape": [Kind(word).pattern for word in words]}
-
-
 def bar(
     y: Iterable,
     x: Iterable[float],
@@ -159,12 +147,8 @@ def bar(
     words = [provenance] * len(y) if isinstance(provenance, str) else list(provenance)
     said = [""] * len(y) if hover is None else list(hover)
     label, value = ("x", "y") if upright else ("y", "x")
-    marker = {
-        "color": colour if isinstance(colour, str) else list(colour),
-        "pattern": patterns(words),
-    }
-    if opacity < 1:
-        marker["opacity"] = opacity
+    marker = {"color": colour if isinstance(colour, str) else list(colour), "opacity": opacity}
+    marker["pattern"] = {"shape": [Kind(word).pattern for word in words]}
     return {
         "type": "bar",
         label: y,
@@ -192,20 +176,10 @@ def phases(
 
     `parts` maps a column to its name and its opacity; `hover` a column to a line per row.
     """
-    traces = []
+    traces, own = [], (frame.colour, frame.provenance)
     for column, (name, opacity) in parts.items():
-        own = dict(opacity=opacity, showlegend=False, **more)
-        traces.append(
-            bar(
-                frame.title,
-                frame[column],
-                name,
-                frame.colour,
-                frame.provenance,
-                hover.get(column),
-                **own,
-            )
-        )
+        more |= {"opacity": opacity, "showlegend": False}
+        traces.append(bar(frame.title, frame[column], name, *own, hover.get(column), **more))
         traces.append(shaded(name, opacity))
     return traces
 
@@ -243,17 +217,12 @@ def lines(
 
     A line that lies under another is a ring: of lines with the same points the first.
     """
-    found, seen = [], {}
-    for title, part in frame.sort_values(x, kind="stable").groupby("title", sort=False):
-        seen[title] = part
+    found = []
     for title in dict.fromkeys(frame.title):
-        part = seen[title]
+        part = frame[frame.title == title].sort_values(x, kind="stable")
         data = {"customdata": part[list(columns)].values.tolist()} if columns else {}
-        first = part.iloc[0]
-        found.append(
-            line(part[x], part[y], title, first.colour, first.provenance, hover=hover, **data)
-            | more
-        )
+        own = (title, part.colour.iloc[0], part.provenance.iloc[0])
+        found.append(line(part[x], part[y], *own, hover=hover, **data, **more))
     rings = 0
     for i, trace in reversed([*enumerate(found)]):
         if any(_covers(later, trace) for later in found[i + 1 :]):
@@ -263,7 +232,7 @@ def lines(
 
 
 def _covers(over: Mapping, under: Mapping) -> bool:
-    """Whether one line hides most of another: equal to a hundredth at every point of it."""
+    """Whether one line hides another: within 3 % of it at half of its points or more."""
     there = dict(zip(over["x"], over["y"], strict=True))
     near = [
         x in there and abs(there[x] - y) <= 0.03 * abs(y)

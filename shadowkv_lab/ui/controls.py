@@ -9,8 +9,9 @@ gives one of them.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import ipywidgets as w
 
@@ -27,7 +28,7 @@ class Control:
     """A labelled control; `help` says more, in a tooltip and on the command line."""
 
     label: str
-    help: str = ""
+    help: str = field(default="", kw_only=True)
 
     def widget(self, value: object, settings: dict) -> w.Widget:
         """The control at a value; raises `UnknownName` or `OutOfRange` for one that it lacks."""
@@ -190,6 +191,12 @@ def named(model: object) -> str:
 def powers(first: int, last: int) -> list[int]:
     """Doubled numbers from `first` to `last`."""
     return [first << k for k in range((last // first).bit_length())]
+
+
+ModelName = Annotated[str, Menu("model", models)]
+CardName = Annotated[str, Menu("GPU", cards(machine.known_cards), "GPU")]
+Context = Annotated[int, Slider("context", powers(256, 131_072), "tokens")]
+Concurrency = Annotated[int, Slider("concurrency", powers(1, 128), "requests")]
 
 
 def _options(options: Options, settings: dict) -> Mapping:

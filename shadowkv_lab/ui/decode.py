@@ -16,11 +16,20 @@ from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.steps import measure as measuring
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.step import Step
-from shadowkv_lab.strategies import STRATEGIES, parse, parse_list
+from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import Cancelled, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, models, named, powers
+from shadowkv_lab.ui.controls import (
+    Concurrency,
+    Context,
+    Menu,
+    ModelName,
+    Several,
+    Slider,
+    Tick,
+    named,
+)
 from shadowkv_lab.ui.plots import Figures
 
 files.reader(Step)  # built when the lab is imported, not in its first view: 50 ms
@@ -262,17 +271,13 @@ def measured_view(
         new = list(measuring.measure(bench, chosen, [pool_tokens], [(concurrency, context)]))
     except measuring.Cancelled:
         raise Cancelled from None
+    labels, around = {s.label for s in chosen}, {}
+    for s in (*seen, *new):
+        at = s.setting
+        if s.strategy.label in labels and (at.model, at.heads) == (bench.model, bench.heads):
+            around[s.strategy.label, at.pool_tokens, at.load] = s
     if isinstance(seen, list):
         seen.extend(new)
-    labels = {s.label for s in chosen}
-    around = {}
-    for s in (*seen, *new):
-        if s.strategy.label in labels and (s.setting.model, s.setting.heads) == (
-            bench.model,
-            bench.heads,
-        ):
-            at = s.setting
-            around[s.strategy.label, at.pool_tokens, at.load] = s
     return views(_plain(steps.frame(new)), _plain(steps.frame(around.values())))
 
 
@@ -282,15 +287,13 @@ def measure_here(
     concurrency: int = 1,
     context: int = 1024,
     strategies: tuple[str, ...] = ("full_cast", "bf16_pool", "shadow", "gather_cast"),
-    report=lambda text, done: None,
 ) -> View:
     """Measure a setting on this machine; on a CPU at a pool that takes seconds."""
-    device, shape = machine.default_device(), load_model(model)
-    if device.type == "cpu":
+    if machine.default_device().type == "cpu":
         pool_tokens = min(pool_tokens, HERE_POOL_TOKENS)
         context = min(context, pool_tokens // concurrency)
-    bench = measuring.Bench(shape, _own_heads(shape), device, modes=("graph",), progress=report)
-    return measured_view(bench, pool_tokens, concurrency, context, strategies)
+    load = dict(concurrency=concurrency, context=context)
+    return step_view(model, pool_tokens, **load, strategies=strategies, live=True)
 
 
 # The application.
@@ -298,9 +301,21 @@ def measure_here(
 
 def _chosen(settings: dict) -> list[str]:
     """Every strategy that is defined, the user's too, and those chosen with options."""
-    return [
-        *dict.fromkeys([*STRATEGIES, *(s.label for s in parse_list([*settings["strategies"]]))])
-    ]
+    chosen = (parse(s).label for s in settings["strategies"])
+    return [*dict.fromkeys([*STRATEGIES, *chosen])]
+
+
+def _heads(settings: dict) -> list[int]:
+    return sorted({*HEADS, _own_heads(load_model(settings["model"]))})
+
+
+def _sources(settings: dict) -> list[str]:
+    files = [path.name for path in facts.files("pools", "*.safetensors")]
+    return [*dict.fromkeys([SYNTHETIC, *files, settings["rows"]])]
+
+
+def _devices(settings: dict) -> dict[str, str]:
+    return {name: f"{name}: {machine.device_title(name)}" for name in machine.devices()}
 
 
 def _pool_sizes(settings: dict) -> list[int]:
@@ -323,21 +338,33 @@ def _own_heads(shape: Model) -> int:
 
 
 def follow(settings: dict, name: str | None) -> dict:
-    """Another model has other heads per GPU; and what was left open at the start is filled in."""
-    shape = load_model(settings["model"])
-    device = machine.as_device(settings["device"])
+    """Another model has other heads per GPU, and what is measured here must fit and run here.
+
+    What was left open at the start is filled in.
+    """
+    shape, device = load_model(settings["model"]), machine.as_device(settings["device"])
     found = settings | {"model": named(settings["model"]), "device": str(device)}
     if name == "model" or settings["heads"] is None:
         found["heads"] = _own_heads(shape)
-    if settings["strategies"] is None:
-        here = device.type == "cuda" or not settings["live"]
-        found["strategies"] = tuple(n for n, kind in STRATEGIES.items() if here or not kind.needs)
-    elif isinstance(settings["strategies"], str):
-        found["strategies"] = (settings["strategies"],)
+    chosen, largest = settings["strategies"], _largest_pool(shape, device)
+    chosen = (chosen,) if isinstance(chosen, str) else chosen
+    here = settings["live"] and (name == "live" or chosen is None)
+    found["strategies"] = tuple(
+        s for s in (STRATEGIES if chosen is None else chosen) if not here or _runs(s, device)
+    )
     if settings["pool_tokens"] is None:
-        largest = _largest_pool(shape, device)
-        found["pool_tokens"] = 495_616 if not settings["live"] else min(495_616, largest)
+        found["pool_tokens"] = min(495_616, largest) if settings["live"] else 495_616
+    if name == "live" and settings["live"]:
+        found["pool_tokens"] = min(settings["pool_tokens"], largest)
+        most = found["pool_tokens"] // settings["concurrency"]
+        found["context"] = min(settings["context"], max(most, 1))
     return found
+
+
+def _runs(strategy: str, device: torch.device) -> bool:
+    """Whether a strategy can be tried on this kind of device: kernels need a GPU."""
+    of = parse(strategy)
+    return device.type == "cuda" or (of.reads == "bf16" and not of.needs)
 
 
 SEEN: list[Step] = []  # measured in this session
@@ -345,37 +372,17 @@ SEEN: list[Step] = []  # measured in this session
 
 @application("shadowkv_lab.explorer", changed=follow, slow=lambda settings: settings["live"])
 def step_view(
-    model: Annotated[str, Menu("model", options=models)] = "glm-5",
-    pool_tokens: Annotated[int | None, Slider("pool size", "", _pool_sizes, "slots")] = None,
-    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
-    context: Annotated[int, Slider("context", "", powers(256, 131_072), "tokens")] = 1024,
-    heads: Annotated[
-        int | None,
-        Menu(
-            "heads per GPU", options=lambda s: sorted({*HEADS, _own_heads(load_model(s["model"]))})
-        ),
-    ] = None,
-    strategies: Annotated[tuple[str, ...] | None, Several("strategies", options=_chosen)] = None,
+    model: ModelName = "glm-5",
+    pool_tokens: Annotated[int | None, Slider("pool size", _pool_sizes, "slots")] = None,
+    concurrency: Concurrency = 1,
+    context: Context = 1024,
+    heads: Annotated[int | None, Menu("heads per GPU", _heads)] = None,
+    strategies: Annotated[tuple[str, ...] | None, Several("strategies", _chosen)] = None,
     live: Annotated[bool, Tick("measure on this device")] = False,
     rows: Annotated[
-        str,
-        Menu(
-            "rows",
-            "synthetic, or a pool file: its name under data/pools or its path",
-            lambda s: [
-                *dict.fromkeys(
-                    [SYNTHETIC, *(p.name for p in facts.files("pools", "*.safetensors")), s["rows"]]
-                )
-            ],
-        ),
+        str, Menu("rows", _sources, help="synthetic, or a pool file: a name or a path")
     ] = SYNTHETIC,
-    device: Annotated[
-        str | None,
-        Menu(
-            "device",
-            options=lambda s: {d: f"{d}: {machine.device_title(d)}" for d in machine.devices()},
-        ),
-    ] = None,
+    device: Annotated[str | None, Menu("device", _devices)] = None,
     *,
     work: Work,
 ) -> View:

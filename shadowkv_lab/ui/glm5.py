@@ -1,6 +1,5 @@
 """The GLM-5 report's figures (steps, profile, hypotheses, verdict), and its application."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Annotated
@@ -9,6 +8,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import machine
+from shadowkv_lab.deployment import GIB
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.glm5 import case, hypotheses, verdict
 from shadowkv_lab.provenance import Kind
@@ -17,14 +17,14 @@ from shadowkv_lab.steps.trace import Profile, short_name
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Slider, Tick, cards, powers
+from shadowkv_lab.ui.controls import Concurrency, Context, Menu, Number, Tick, cards
 
 PARTS = {"cast_ms": ("cast", 1.0), "own_ms": ("attention and write", charts.OPACITY["attention"])}
 TABLE = (
-    *("strategy", "step_ms", "tpot_ms", "tokens_per_s", "gib_for_pool", "fits", "tokens_that_fit"),
-    *("tokens_per_s_per_gib", "provenance"),
+    *("strategy", "running", "step_ms", "tpot_ms", "tokens_per_s", "low_tokens_per_s"),
+    *("high_tokens_per_s", "gib_for_pool", "fits", "tokens_that_fit", "tokens_per_s_per_gib"),
+    "provenance",
 )
-SYMBOLS = ("circle", "diamond", "x", "square", "cross")
 
 
 def case_steps() -> go.Figure:
@@ -63,27 +63,38 @@ def case_steps() -> go.Figure:
 
 def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> go.Figure:
     """Stacked TPOT of each row of a verdict: cast, attention and write, and the rest."""
-    of, best, whence = case.server(), table.loc[table.tpot_ms.idxmin()], str(rest.provenance)
+    of, best, whence = case.server(), table.loc[table.tokens_per_s.idxmax()], str(rest.provenance)
+    full = table[table.strategy == "full_cast"].iloc[0]
     frame = table.assign(own_ms=table.step_ms - table.cast_ms)
     hover = {name: table.how for name in PARTS if "how" in table}
     bars = charts.phases(frame, PARTS, hover)
-    bars.append(charts.bar(frame.title, [rest(running)] * len(frame), "rest", charts.GREY, whence))
+    bars.append(charts.bar(frame.title, frame.rest_ms, "rest", charts.GREY, whence))
     texts = [
-        f"{row.tpot_ms:.1f} ms, {row.tokens_per_s:.1f} tok/s, {_weaker(row.provenance, whence)}"
+        f"{row.tpot_ms:.1f} ms, {_rate(row)}, {_weaker(row.provenance, whence)}"
         for row in frame.itertuples()
     ]
     lines = [(of.before_ms, f"before, {of.before_ms:.1f}"), (of.after_ms, f"after, {of.after_ms}")]
     return charts.figure(
         charts.heading(
-            f"{best.title} would take {best.tpot_ms:.1f} ms per token where full cast takes "
-            f"{table.tpot_ms.max():.1f}",
-            f"{where}; rest {rest(running):.1f} ms, {whence}"
+            f"{best.title} would give {best.tokens_per_s:.1f} tok/s where full cast gives "
+            f"{full.tokens_per_s:.1f}",
+            f"{where}; rest {full.rest_ms:.1f} ms, {whence}"
             + ("; lines: as reported" if running == 1 else ""),
         ),
         bars,
         "TPOT (ms)",
-        **charts.totals(frame.title, frame.tpot_ms, texts, lines if running == 1 else ()),
+        height=200 + 30 * len(frame),
+        legend={"y": -0.3},
+        **charts.totals(frame.title, frame.tpot_ms, texts, lines if running == 1 else (), 1.6),
     )
+
+
+def _rate(row) -> str:
+    """tok/s of a row, as a range where it has one."""
+    low, high = getattr(row, "low_tokens_per_s", None), getattr(row, "high_tokens_per_s", None)
+    if low is None:
+        return f"{row.tokens_per_s:.1f} tok/s"
+    return f"{low:.1f} to {high:.1f} tok/s"
 
 
 def _weaker(*words: str) -> str:
@@ -94,24 +105,15 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     """Predicted TPOT of each hypothesis beside the reported one; what fits and what does not."""
     names = [c.removeprefix("fits_") for c in table.columns if c.startswith("fits_")]
     # A row about one card is judged on that card, any other on all.
-    possible = pd.Series(
-        [
-            all(
-                row[f"fits_{c}"] and row[f"under_{c}"]
-                for c in [c for c in names if f"the {c} card" in row["hypothesis"]] or names
-            )
-            for row in table.to_dict("records")
-        ],
-        index=table.index,
-    )
-    near = possible & (table.off_ms.abs() <= hypotheses.NEAR_MS)
+    possible = table.apply(
+        lambda row: hypotheses.judged(row, "fits") and hypotheses.judged(row, "under"), axis=1
+    ).astype(bool)
+    near = possible & table.reaches
     title = f"The step did not become faster: no hypothesis explains {of.after_ms:.1f} ms"
     if of.after_ms < of.before_ms:
         title = charts.heading(
-            f"{near.sum()} of {len(table)} hypotheses reach {of.after_ms:.1f} ms, and fit the "
-            "cards",
-            f"to within {hypotheses.NEAR_MS} ms, below the datasheet's bandwidth; none is "
-            "established",
+            f"{near.sum()} of {len(table)} explanations are possible at {of.after_ms:.1f} ms",
+            f"none is established; to within {hypotheses.NEAR_MS} ms or in their range",
         )
     bars = []
     for ok, name, colour in (
@@ -124,14 +126,69 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
             + ("no cast" if pd.isna(r.gb_per_s) else f"{r.gb_per_s:,.0f} GB/s")
             for r in rows.itertuples()
         ]
-        bars.append(charts.bar(rows.hypothesis, rows.tpot_ms, name, colour, "calibrated", hover))
+        bars.append(charts.bar(rows.hypothesis, rows.tpot_ms, name, colour, rows.provenance, hover))
     texts = [_why(row, names) for row in table.itertuples()]
     line = (of.after_ms, f"reported, {of.after_ms:.1f} ms")
     return charts.figure(
         title,
         bars,
-        "TPOT that the hypothesis predicts (ms)",
+        "TPOT that the explanation predicts (ms)",
+        height=210 + 22 * len(table),
+        legend={"y": -0.25},
         **charts.totals(table.hypothesis, table.tpot_ms, texts, [line], 2.9),
+    )
+
+
+def layers_and_pool(of: case.Server | None = None) -> go.Figure:
+    """TPOT over layers shadowed x pool tokens, with the line of the reported TPOT and of memory."""
+    of = of or case.server()
+    solved, card = hypotheses.line(of), machine.card(case.published()["gpu"][-1])
+    layers = list(range(0, of.layers + 1, 2))
+    tokens = [round(of.pool_tokens * i / 40) for i in range(1, 41)]
+    cells = hypotheses.grid(of, layers, tokens).pivot(
+        index="pool_tokens", columns="layers", values="tpot_ms"
+    )
+    field = {
+        "type": "heatmap",
+        "x": layers,
+        "y": tokens,
+        "z": cells.round(2).values.tolist(),
+        "colorscale": [[0, "#F7F7F7"], [1, "#9A9A9A"]],
+        "colorbar": {"title": {"text": "TPOT (ms)"}},
+        "hovertemplate": "%{x} layers shadowed, %{y:,} tokens: %{z:.1f} ms<extra></extra>",
+    }
+    kv_gib, room = of.kv_gib or of.pool_gib(), of.room_gib(card)
+    traces = [
+        field,
+        charts.line(
+            solved.layers,
+            solved.pool_tokens.round(),
+            f"{of.after_ms:.1f} ms, as reported",
+            charts.OTHERS[0],
+            "calibrated",
+            marker={},
+        ),
+    ]
+    for gib, name, colour in (
+        (kv_gib, f"{kv_gib:.2f} GiB, the pool's own memory", charts.OTHERS[1]),
+        (room, f"{room:.1f} GiB, all that the weights leave", charts.OTHERS[2]),
+    ):
+        most = [min(of.pool_tokens, round(gib * GIB / of.token_bytes(n))) for n in layers]
+        traces.append(charts.line(layers, most, name, colour, "calibrated", marker={}))
+    held = [solved[solved.kv_gib <= gib].layers.max() for gib in (kv_gib, room)]
+    return charts.figure(
+        charts.heading(
+            f"{of.after_ms:.1f} ms with 0 to {held[0]:.0f} layers shadowed in the pool's memory, "
+            f"to {held[1]:.0f} beside the weights",
+            "on the rising line; a pool fits below a falling line; the other layers are cast as "
+            "before; none is established",
+        ),
+        traces,
+        "layers shadowed",
+        "pool (tokens)",
+        height=420,
+        legend={"y": -0.25},
+        yaxis={"range": [0, 1.02 * of.pool_tokens], "tickformat": ",~s"},
     )
 
 
@@ -184,6 +241,7 @@ def profile_bars(profiles: Sequence[Profile], rest: Rest) -> go.Figure:
 
 def speed_and_room(table: pd.DataFrame, where: str = "") -> go.Figure:
     """tokens/s of one request against the tokens that fit: the verdict as a picture."""
+    table = table[~table.cut]  # a pool cut to the load is no more than the load
     best = table.loc[(table.tokens_per_s * table.tokens_that_fit).idxmax()]
     table = table.sort_values("tokens_per_s", ascending=False)
     rooms = sorted(set(table.tokens_that_fit), reverse=True)
@@ -216,51 +274,6 @@ def speed_and_room(table: pd.DataFrame, where: str = "") -> go.Figure:
         annotations=notes,
         xaxis={"range": [0, 1.6 * table.tokens_that_fit.max()], "tickformat": ",~s"},
         yaxis={"range": [0, 1.25 * table.tokens_per_s.max()]},
-    )
-
-
-def predicted_against_seen(rows: pd.DataFrame) -> go.Figure:
-    """Held-out times of one layer: predicted over recorded or published, in a band of 20 %."""
-    every = -(-len(rows) // 2000)  # more would be a notebook of megabytes
-    ends = [0.8 * rows.seen_us.min(), 1.25 * rows.seen_us.max()]
-    band = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": ends + ends[::-1],
-        "y": [1.2 * e for e in ends] + [0.8 * e for e in ends[::-1]],
-        "fill": "toself",
-        "fillcolor": "rgba(0,0,0,0.07)",
-        "line": {"width": 0},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    marks = [
-        charts.points(
-            part.seen_us[::every].round(2),
-            part.predicted_us[::every].round(2),
-            f"{kind} left out: {part.error.median():.1%}",
-            colour,
-            marker={"symbol": symbol, "size": 5, "opacity": 0.6},
-            text=[f"{r.kernel} on {r.card}, {r.heads} heads" for r in part[::every].itertuples()],
-            hover="%{text}<br>%{x:.2f} us seen, %{y:.2f} predicted",
-        )
-        for (kind, part), colour, symbol in zip(
-            rows.groupby("kind", sort=False), charts.OTHERS, SYMBOLS, strict=False
-        )
-    ]
-    return charts.figure(
-        charts.heading(
-            f"Predictions of unseen times are off by {rows.error.median():.1%} in the median, "
-            f"{rows.error.quantile(0.9):.1%} at p90",
-            f"{len(rows)} times of one layer, recorded and published, that the fit had not seen"
-            f"{f', one in {every} drawn' if every > 1 else ''}; band: 20 %; legend: medians",
-        ),
-        [band, *marks],
-        "recorded or published (us)",
-        "predicted (us)",
-        log_x=True,
-        log_y=True,
-        height=440,
     )
 
 
@@ -303,38 +316,36 @@ def follow(settings: dict, name: str | None) -> dict:
 @application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
 def reproduction_view(
     gpu: Annotated[
-        str, Menu("GPU", options=cards(lambda: case.published("case")["gpu"]), kind="GPU")
+        str, Menu("GPU", cards(lambda: case.published()["gpu"]), "GPU")
     ] = "rtx-pro-6000-server",
-    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 1024,
-    concurrency: Annotated[int, Slider("concurrency", "", powers(1, 128), "requests")] = 1,
-    rest_ms: Annotated[float, Number("rest, ms (0: derive)", "", 0.5)] = 0.0,
-    rest_grows: Annotated[bool, Tick("rest grows with the experts read")] = True,
-    before_ms: Annotated[float | None, Number("your TPOT before, ms", "", 0.1)] = None,
-    after_ms: Annotated[float | None, Number("your TPOT after, ms", "", 0.1)] = None,
-    pool_tokens: Annotated[int | None, Number("your pool, slots", "", 64, True)] = None,
-    layers: Annotated[int | None, Number("your layers", "", 1, True)] = None,
-    cast_ms: Annotated[float, Number("cast, ms (0: scale)", "", 0.1)] = 0.0,
+    context: Context = 1024,
+    concurrency: Concurrency = 1,
+    rest_ms: Annotated[float, Number("rest, ms (0: derive)", 0.5)] = 0.0,
+    rest_grows: Annotated[bool, Tick("rest grows with the requests")] = True,
+    before_ms: Annotated[float | None, Number("your TPOT before, ms", 0.1)] = None,
+    after_ms: Annotated[float | None, Number("your TPOT after, ms", 0.1)] = None,
+    pool_tokens: Annotated[int | None, Number("your pool, slots", 64, True)] = None,
+    layers: Annotated[int | None, Number("your layers", 1, True)] = None,
+    cast_ms: Annotated[float, Number("cast, ms (0: scale)", 0.1)] = 0.0,
 ) -> View:
     """TPOT by strategy on the report's card, and the hypotheses for two TPOTs.
 
-    `rest_ms` at one request replaces the derived one where it is above 0; `rest_grows` adds the
-    experts that more requests read. A `cast_ms` of 0 scales the report's own by bytes.
+    `rest_ms` at one request replaces the derived one where it is above 0; `rest_grows` lets it
+    grow with the requests as published servers do. A `cast_ms` of 0 scales the report's own by
+    bytes.
     """
     if not (math.isfinite(rest_ms) and rest_ms >= 0):
         raise OutOfRange(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
-    rest = verdict.case_rest(gpu, context)
-    if rest_ms:
-        at_one = rest_ms - rest.expert_ms * rest.per_token
-        how = dataclasses.replace(rest.provenance, how=f"{rest_ms} ms at one request, typed")
-        rest = dataclasses.replace(rest, fixed_ms=at_one, provenance=how)
+    rest = verdict.report_rest(gpu, context, rest_ms or None)
     if not rest_grows:
-        rest = dataclasses.replace(rest, fixed_ms=rest(1), expert_ms=0.0)
+        rest = Rest(rest(1), experts=0, provenance=rest.provenance)
     of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
     table = hypotheses.recorded_hypotheses(of)
     found = verdict.verdict(gpu, context, concurrency, rest=rest)
     where = f"{machine.card(gpu).title}, {concurrency} x {context:,} tokens"
     figures = [tpot(found, rest, concurrency, where), hypotheses_bars(table, of)]
-    words = f"{hypotheses.in_words(of, table)} Rest: {rest.provenance.how}; {rest.provenance}."
+    words = verdict.flag_first(verdict.smaller_pools(gpu, context, rest=rest)) + " "
+    words += f"{hypotheses.in_words(of, table)} Rest: {rest.provenance.how}; {rest.provenance}."
     return View(figures, words, found, TABLE, {"hypotheses": table})
 
 

@@ -228,7 +228,7 @@ def _heads(settings: dict) -> list[int]:
 
 
 @application("shadowkv_lab.ui.kernels.kernels_app")
-def kernels_view(heads: Annotated[int, Menu("heads per GPU", options=_heads)] = 8) -> View:
+def kernels_view(heads: Annotated[int, Menu("heads per GPU", _heads)] = 8) -> View:
     """Each kernel of the lab beside its peers, as recorded: bandwidth, and decode attention."""
     rows, origin = recorded()
     if heads not in (known := _heads({})):

@@ -12,6 +12,7 @@ PAGE_WIDTH, GAP = 1100, 4  # what a JupyterLab 1280 px wide shows, its side bar 
 CHAR_PX = 6.1  # of a label at FONT_SIZE
 TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
 TITLE_SIZE, FONT_SIZE = 14, 11
+AXIS_PX, ROW_PX = 58, 20  # below a plot: its ticks and their title, then a legend's rows
 
 
 def column_width(columns: int) -> int:
@@ -28,8 +29,9 @@ class Figures(Sequence):
     def __len__(self) -> int:
         return len(self._makers)
 
-    def __getitem__(self, index: int) -> go.Figure:
-        return self._makers[index]()
+    def __getitem__(self, index):
+        makers = self._makers[index]
+        return [make() for make in makers] if isinstance(index, slice) else makers()
 
 
 def draw(
@@ -67,13 +69,18 @@ def fitted(figure: go.Figure, width: int) -> dict:
     height = layout.get("height", 420)
     # A subtitle stands below the title and needs a line of its own.
     rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
-    below = legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper"
+    margin = margin | {"t": max(margin.get("t", 0), 34 + 19 * rows)}
+    if legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper":
+        below = AXIS_PX + ROW_PX * _legend_rows(spec, width)
+        height += max(0, below - margin.get("b", 80))
+        margin["b"] = max(below, margin.get("b", 80))
+        legend = legend | {"y": -AXIS_PX / max(height - margin["t"] - margin["b"], 1)}
     layout |= {
         "width": width,
+        "height": height,
         "font": layout.get("font", {}) | {"size": FONT_SIZE},
-        "margin": margin | {"t": max(margin.get("t", 0), 34 + 19 * rows)},
-        # A lower plot leaves less between its axis title and the legend.
-        "legend": legend | ({"y": min(legend.get("y", 0), -0.27)} if below else {}),
+        "margin": margin,
+        "legend": legend,
         # NOTE: plotly anchors the first of several lines by its baseline.
         "title": title
         | {
@@ -90,8 +97,18 @@ def fitted(figure: go.Figure, width: int) -> dict:
     return spec
 
 
+def _legend_rows(spec: dict, width: int) -> int:
+    """Rows of a lying legend; plotly makes its columns as wide as the longest entry."""
+    names = [t.get("name") or "" for t in spec["data"] if t.get("showlegend", True)]
+    if not any(names) or (len(spec["data"]) == 1 and "showlegend" not in spec["data"][0]):
+        return 0
+    widest = 45 + CHAR_PX * max(map(len, names))
+    return -(-len(names) // max(1, int((width - 120) // widest)))
+
+
 def _make_room(spec: dict) -> None:
-    """Lengthen the axis of lying bars until the labels beside them are inside."""
+    """Lengthen the axis of lying bars until the labels beside them are inside; in a narrow figure
+    they are broken over lines."""
     layout, bars = spec["layout"], [t for t in spec["data"] if t.get("orientation") == "h"]
     axis = layout.get("xaxis", {})
     if not bars or "range" not in axis or axis.get("type") == "log":
@@ -99,12 +116,22 @@ def _make_room(spec: dict) -> None:
     names = {str(name) for trace in bars for name in trace.get("y") or () if name}
     left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, names), default=0))
     plot = layout["width"] - left - layout["margin"].get("r", 20)
-    beside = [note for note in layout.get("annotations", ()) if note.get("xanchor") == "left"]
-    labels = [(note["x"], note["text"]) for note in beside if isinstance(note["x"], int | float)]
+
+    def broken(text: str) -> str:
+        fits = CHAR_PX * len(text) + 10 < 0.75 * plot
+        return text if fits else "<br>".join(textwrap.wrap(text, int(0.6 * plot / CHAR_PX) + 1))
+
+    notes = layout.get("annotations", ())
+    beside = [n for n in notes if n.get("xanchor") == "left" and isinstance(n["x"], int | float)]
+    for note in beside:
+        note |= {"text": broken(note["text"]), "align": "left"}
+    labels = [(note["x"], note["text"]) for note in beside]
     for trace in bars:
-        labels += zip(trace["x"], trace.get("text") or (), strict=False)
+        if "text" in trace:
+            trace["text"] = [broken(text) for text in trace["text"]]
+            labels += zip(trace["x"], trace["text"], strict=False)
     for x, text in labels:
-        room = plot - CHAR_PX * len(text) - 10
+        room = plot - CHAR_PX * max(map(len, text.split("<br>"))) - 10
         if x and room > plot / 4:
             axis["range"][1] = max(axis["range"][1], x * plot / room)
 

@@ -18,7 +18,7 @@ from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Several, Slider, cards, models, named, powers
+from shadowkv_lab.ui.controls import Context, Menu, ModelName, Several, Slider, cards, named, powers
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = tuple(powers(1024, 131_072))
@@ -196,15 +196,17 @@ def _shares(cells: Sequence[Cell]) -> pd.Series:
 
 # The application; the simulation's shares its first controls.
 
-ModelName = Annotated[str, Menu("model", options=models)]
-Gpu = Annotated[str, Menu("8 GPUs of", options=cards(machine.known_cards), kind="GPU")]
-Rest = Annotated[str, Menu("rest as in", options=tuple(ANCHORS), kind="rest")]
-Strategies = Annotated[
-    tuple[str, ...],
-    Several(
-        "strategies",
-        options=lambda settings: [*dict.fromkeys([*STRATEGIES, *settings["strategies"]])],
-    ),
+
+def chosen(settings: dict) -> list[str]:
+    """Every strategy that is defined, and those chosen with options."""
+    return [*dict.fromkeys([*STRATEGIES, *settings["strategies"]])]
+
+
+Gpu = Annotated[str, Menu("8 GPUs of", cards(machine.known_cards), "GPU")]
+Rest = Annotated[str, Menu("rest as in", tuple(ANCHORS), "rest")]
+Strategies = Annotated[tuple[str, ...], Several("strategies", chosen)]
+Requests = Annotated[
+    int, Slider("concurrency", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests")
 ]
 
 
@@ -239,11 +241,9 @@ def note(rest: str, found: Sequence[Contender]) -> str:
 def load_view(
     model: ModelName = "glm-5",
     gpu: Gpu = "rtx-pro-6000-server",
-    rest: Rest = "case",
-    concurrency: Annotated[
-        int, Slider("concurrency", "", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests")
-    ] = 64,
-    context: Annotated[int, Slider("context", "", powers(512, 131_072), "tokens")] = 8192,
+    rest: Rest = "glm5-report",
+    concurrency: Requests = 64,
+    context: Context = 8192,
     strategies: Strategies = WANTED,
 ) -> View:
     """Many requests at once by the closed form: one load, speed against interactivity, who wins."""

@@ -19,7 +19,7 @@ from shadowkv_lab.serving.simulate import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, 
 from shadowkv_lab.ui import charts, serving
 from shadowkv_lab.ui.app import QUIET, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Slider, powers
+from shadowkv_lab.ui.controls import Menu, ModelName, Slider, powers
 
 RATES = [0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0]
 ARRIVALS = ("closed loop", "Poisson", "bursts")
@@ -261,20 +261,19 @@ def asleep(settings: dict) -> dict[str, str]:
     slow=lambda settings: True,
 )
 def traffic_view(
-    model: serving.ModelName = "glm-5",
+    model: ModelName = "glm-5",
     gpu: serving.Gpu = "rtx-pro-6000-server",
-    rest: serving.Rest = "case",
-    arrivals: Annotated[str, Menu("arrivals", options=ARRIVALS)] = "closed loop",
-    rate: Annotated[float, Slider("open, rate", "", RATES, "requests/s")] = 0.8,
+    rest: serving.Rest = "glm5-report",
+    arrivals: Annotated[str, Menu("arrivals", ARRIVALS)] = "closed loop",
+    rate: Annotated[float, Slider("open, rate", RATES, "requests/s")] = 0.8,
     concurrency: Annotated[
-        int,
-        Slider("closed loop of", "", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests"),
+        int, Slider("closed loop of", (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256), "requests")
     ] = 96,
     lengths: Annotated[
-        str, Menu("lengths", options=lambda s: ["long answers", *traffic.known_traffic(), "fixed"])
+        str, Menu("lengths", lambda s: ["long answers", *traffic.known_traffic(), "fixed"])
     ] = "long answers",
-    prompt_tokens: Annotated[int, Slider("fixed prompt", "", powers(32, 65_536), "tokens")] = 1024,
-    output_tokens: Annotated[int, Slider("fixed output", "", powers(32, 65_536), "tokens")] = 256,
+    prompt_tokens: Annotated[int, Slider("fixed prompt", powers(32, 65_536), "tokens")] = 1024,
+    output_tokens: Annotated[int, Slider("fixed output", powers(32, 65_536), "tokens")] = 256,
     strategies: serving.Strategies = WANTED,
     *,
     work: Work,

@@ -7,7 +7,9 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from shadowkv_lab.ui import budget, decode_lab, reproduce_lab, serving_lab
+from shadowkv_lab.ui import budget, glm5
+from shadowkv_lab.ui import decode as steps
+from shadowkv_lab.ui import serving as requests
 from shadowkv_lab.ui.display import PLOTLY
 from shadowkv_lab.ui.notebooks import WIDGET_VIEW
 
@@ -86,7 +88,7 @@ def test_pool_and_concurrency_by_keyboard(decode):
     start = app.bars()
     assert len(start) > 6
     press(app, "pool size", "ArrowLeft", pool_tokens=65_536)
-    view = decode_lab.recorded_view("glm-5", 8, 65_536, 1, 1024)
+    view = steps.step_view(pool_tokens=65_536)
     shows(app, view)
     assert app.readout("pool size") == "65,536 slots"
     assert app.bars() != start, "the bars moved"
@@ -95,7 +97,7 @@ def test_pool_and_concurrency_by_keyboard(decode):
     assert f"{full_cast:,.2f} ms, recorded" in labels(app)
     smaller = app.bars()
     press(app, "concurrency", "ArrowRight", concurrency=32)
-    view = decode_lab.recorded_view("glm-5", 8, 65_536, 32, 1024)
+    view = steps.step_view(pool_tokens=65_536, concurrency=32)
     shows(app, view)
     assert app.readout("concurrency") == "32 requests"
     assert labels(app) == [a.text for a in view.figures[0].layout.annotations]
@@ -104,30 +106,30 @@ def test_pool_and_concurrency_by_keyboard(decode):
 
 def test_an_error_is_shown_in_place_and_reset_takes_it_away(decode):
     app, page = decode.app(), decode.page
-    app.root.locator(".widget-dropdown", has_text="heads a GPU").locator("select").focus()
+    app.root.locator(".widget-dropdown", has_text="heads per GPU").locator("select").focus()
     page.keyboard.press("End")
     error = app.root.get_by_role("alert")
-    expect(error).to_contain_text("BadFile: No recorded run of glm-5 with 128 heads")
+    expect(error).to_contain_text("NoAnswer: No recorded run of glm-5 with 128 heads")
     expect(error).to_contain_text("glm-5, 8 heads")
     expect(error).to_contain_text("Measure on this machine")
     assert app.root.locator(".main-svg").first.is_visible(), "the last good view stays"
     app.root.get_by_role("button", name="Reset", exact=True).focus()
     page.keyboard.press("Enter")
     expect(error).to_have_count(0)
-    shows(app, decode_lab.recorded_view())
+    shows(app, steps.step_view())
 
 
 def test_save_this_view(decode, folder):
     app = decode.app()
     app.root.get_by_role("button", name="Reset", exact=True).click()
-    shows(app, decode_lab.recorded_view())
+    shows(app, steps.step_view())
     app.root.get_by_role("button", name="Save this view").focus()
     decode.page.keyboard.press("Enter")
     said = "saved out/explorer-1.csv beside the notebook, and 4 PNG files"
     expect(app.root).to_contain_text(said, timeout=60_000)
     rows = list(csv.DictReader((folder / "out" / "explorer-1.csv").open()))
     full_cast = next(row for row in rows if row["strategy"] == "full_cast")
-    table = decode_lab.recorded_view().table.set_index("strategy")
+    table = steps.step_view().table.set_index("strategy")
     assert float(full_cast["step_ms"]) == table.step_ms["full_cast"]
     for letter in "abcd":
         assert (folder / "out" / f"explorer-1{letter}.png").read_bytes().startswith(b"\x89PNG")
@@ -157,7 +159,7 @@ def test_reproduction_by_keyboard(reproduction):
     app = reproduction.app()
     before = app.bars()
     press(app, "concurrency", "ArrowRight", concurrency=8)
-    shows(app, reproduce_lab.reproduction_view("rtx-pro-6000-server", 1024, 8))
+    shows(app, glm5.reproduction_view(concurrency=8))
     assert app.bars() != before
 
 
@@ -165,7 +167,7 @@ def test_serving_by_keyboard(serving):
     app = serving.app(0)
     before = app.titles()
     press(app, "concurrency", "ArrowLeft", concurrency=8)
-    shows(app, serving_lab.load_view(concurrency=8))
+    shows(app, requests.load_view(concurrency=8))
     assert app.titles() != before
 
 

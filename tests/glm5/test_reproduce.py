@@ -7,11 +7,10 @@ from shadowkv_lab.errors import BadFile, WrongResult
 from shadowkv_lab.glm5 import case, reproduce, verdict
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import trace as profiled
-from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.rest import Rest
 from tests.steps import synthetic_runs as known
 
-FIT = fit(known.runs("full_cast,bf16_pool,shadow"))
+SERVER = "rtx-pro-6000-server"
 REST = Rest(20.0, experts=0)
 
 
@@ -28,38 +27,95 @@ def test_a_small_pool_is_scaled_by_its_phases_bytes():
     assert set(table.label) == {"replay"}
 
 
-def test_rest_is_what_the_case_leaves():
-    step = verdict.full_cast_of_case("rtx-pro-6000-server", 1024, FIT)
-    rest = verdict.case_rest("rtx-pro-6000-server", 1024, FIT)
-    assert rest(1) + step.ms == pytest.approx(95.6)
-    table = verdict.rest_over_context("rtx-pro-6000-server", (256, 8192), FIT)
+def test_rest_is_what_the_report_leaves():
+    for card in (SERVER, "rtx-pro-6000-workstation"):
+        step, rest = verdict.full_cast_of_report(card), verdict.report_rest(card)
+        assert step["cast"].ms == pytest.approx(64.6)
+        assert rest(1) + step.ms == pytest.approx(95.6)
+    table = verdict.rest_over_context(SERVER, (256, 8192))
     assert table.rest_ms[0] > table.rest_ms[1]
+    typed = verdict.report_rest(SERVER, rest_ms=20.0)
+    assert typed(1) == pytest.approx(20.0) and typed.provenance.how.startswith("as typed")
+
+
+def test_the_rest_grows_as_both_moe_backends_do():
+    """rtx6kpro's servers at 64 requests: 1010.6 tok/s with cutlass, 108.3 ms with b12x; 19.8 ms at
+    one with cutlass."""
+    rest = verdict.report_rest(SERVER)
+    low, high = rest.range_ms(64)
+    assert low == pytest.approx(rest(1) + 64_000 / 1010.6 - 1000 / 50.4, abs=0.05)
+    assert high - low == pytest.approx(108.3 - 63.3, abs=1.5)
+    assert low < rest(64) < high
 
 
 def test_verdict_table():
-    table = verdict.verdict("rtx-pro-6000-server", 1024, fitted=FIT).set_index("strategy")
-    assert table.loc["full_cast"].tpot_ms == pytest.approx(95.6)
-    assert table.loc["full_cast"].tokens_per_s == pytest.approx(1000 / 95.6)
+    table = verdict.verdict(SERVER, 1024).set_index("strategy")
+    full = table.loc["full_cast"]
+    assert full.tpot_ms == pytest.approx(95.6)
+    assert full.tokens_per_s == pytest.approx(1000 / 95.6)
     assert list(table.loc[["full_cast", "bf16_pool", "shadow"]].tokens_that_fit) == [
         495_616,  # as reported; the others are what 25.49 GiB hold
-        273_281,
-        188_652,
+        int(25.49 * 2**30) // (78 * (1152 + 132)),
+        int(25.49 * 2**30) // (78 * (1728 + 132)),
     ]
     # 61 GiB of weights and 495,616 tokens: only one byte a value fits.
-    assert list(table.fits) == [True, True, False, False, True, True]
+    fits = {name: bool(row.fits) for name, row in table.iterrows() if not row.cut}
+    assert fits == dict(
+        full_cast=True,
+        vector_cast=True,
+        bf16_pool=False,
+        shadow=False,
+        gather_cast=True,
+        fused_fp8=True,
+    )
     assert table.loc["bf16_pool"].gib_for_pool == pytest.approx(495_616 * 100_152 / 2**30)
+    assert (table.low_tokens_per_s < table.tokens_per_s).all()
+    assert (table.tokens_per_s < table.high_tokens_per_s).all()
     assert all(table.verdict.str.len() > 20)
     assert table.verdict.is_unique
+
+
+def test_a_shadow_is_never_ahead_of_a_bf16_pool():
+    for context, concurrency in ((1024, 1), (8192, 16), (131_072, 4)):
+        table = verdict.verdict(SERVER, context, concurrency).set_index("strategy")
+        shadow, bf16 = table.loc["shadow"], table.loc["bf16_pool"]
+        assert shadow.tokens_per_s <= bf16.tokens_per_s
+        assert shadow.gib_for_pool > bf16.gib_for_pool
+
+
+def test_more_requests_than_the_pool_holds_do_not_all_run():
+    table = verdict.verdict(SERVER, 131_072, 128).set_index("strategy")
+    pools = {"full_cast": 495_616, "bf16_pool": 273_281, "shadow": 188_652}
+    assert {n: table.loc[n].running for n in pools} == {n: P // 131_072 for n, P in pools.items()}
+
+
+def test_the_cheapest_remedy_is_a_flag():
+    """31.0 ms, and a cast of 64.6 ms shrunk with the pool: 30, 28 and 21 tok/s by arithmetic."""
+    table = verdict.smaller_pools(SERVER)
+    assert list(table.pool_tokens) == [16_384, 32_768, 131_072, 495_616]
+    for row in table.itertuples():
+        hand = 1000 / (31.0 + 64.6 * row.pool_tokens / 495_616)
+        assert row.tokens_per_s == pytest.approx(hand, rel=0.02)  # a small cast is less efficient
+        assert row.low_tokens_per_s < row.tokens_per_s < row.high_tokens_per_s
+    assert [round(r) for r in table.tokens_per_s] == [30, 28, 21, 10]
+    words = verdict.flag_first(table)
+    assert "--max-total-tokens" in words and "30 tok/s at 16K tokens" in words
+    assert next(iter(reproduce.tables_of([], SERVER, 1024)[0])) == "smaller_pools", "said first"
+
+
+def test_ranges_in_words():
+    assert verdict.about(28.2, 33.9) == "about 28 to 34 tok/s"
+    assert verdict.about(31.8, 32.3) == "about 32 tok/s"
 
 
 def test_checks_fail_when_a_published_figure_is_not_the_derived_one(monkeypatch):
     good = reproduce.checks_of(case.arithmetic())
     assert all(c.ok for c in good)
     assert len(good) == 4
-    entry = case.published("case")
+    entry = case.published()
     wrong = {**entry, "before": {**entry["before"], "tokens_per_s": 10.6}}
     real = case.facts.find
-    monkeypatch.setattr(case.facts, "find", lambda *a: wrong if a[2] == "case" else real(*a))
+    monkeypatch.setattr(case.facts, "find", lambda *a: wrong if a[2] == case.REPORT else real(*a))
     failed = [c for c in reproduce.checks_of(case.arithmetic()) if not c.ok]
     assert [c.what.split(" =")[0] for c in failed] == ["tokens/s before"]
     assert "10.6" in failed[0].found
@@ -118,7 +174,7 @@ def test_profiles_are_kept_and_read_back(tmp_path):
         profiled.recorded(tmp_path / "none.json")
 
 
-def test_the_recorded_profile_is_of_the_case_on_a_gpu():
+def test_the_recorded_profile_is_of_the_report_on_a_gpu():
     full, shadow = profiled.recorded()
     assert (full.strategy, shadow.strategy) == ("full_cast", "shadow")
     assert full.pool_tokens == 495_616 and full.device.startswith("NVIDIA")

@@ -51,7 +51,7 @@ def trace(us, layers=78, steps=2, kernel=COPY, marks=None, **more):
 
 @pytest.fixture
 def case(tmp_path):
-    """The case's own numbers as a user's files: folders before and after."""
+    """The GLM-5 report's numbers as a user's files: folders before and after."""
 
     def make(after_us=433.0, after_ms=74.1, pool=495616, **changes):
         for name, tpot, us in (("before", 95.6, 828.2), ("after", after_ms, after_us)):

@@ -1,4 +1,4 @@
-"""The case's capacities through the closed form, and crossovers against a scan."""
+"""The GLM-5 report's capacities through the closed form, and crossovers against a scan."""
 
 import pytest
 from hypothesis import given, settings

@@ -52,7 +52,7 @@ def test_everything_is_read_off_the_deployment():
 
 
 def test_a_memory_of_ones_own_is_not_the_reports():
-    assert reported_or_derived() == published_deployment("case", "rtx-pro-6000-server")
+    assert reported_or_derived() == published_deployment("glm5-report", "rtx-pro-6000-server")
     assert reported_or_derived(kv_gib=10.0).kv_gib == 10.0
     assert reported_or_derived(card="h200").given.keys() == set()
     assert reported_or_derived(tensor_parallel=4).kv_gib is None
@@ -123,7 +123,7 @@ def test_figures_state_their_finding_units_and_provenance():
 
 def test_shares_of_a_map_add_up_and_say_where_they_come_from():
     found = contenders(reported_or_derived(), BASIC)
-    row = closed.wins({"case": found}).loc["case"]
+    row = closed.wins({"glm5-report": found}).loc["glm5-report"]
     assert row.pop("provenance") == "assumed" and row.sum() == pytest.approx(100, abs=1)
 
 

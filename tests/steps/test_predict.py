@@ -212,10 +212,14 @@ def test_kernel_benchmarks_fill_in_what_runs_lack(tmp_path):
 
 
 def test_published_point_is_the_file(monkeypatch):
-    """The calibration reads data/published: no number of the case is typed into the code."""
-    entry = json.loads(json.dumps(fitting.facts.find("published", "", "case"))) | {"cast_ms": 32.3}
+    """The calibration reads data/published: no number of the report is typed into the code."""
+    entry = json.loads(json.dumps(fitting.facts.find("published", "", "glm5-report"))) | {
+        "cast_ms": 32.3
+    }
     real = fitting.facts.find
-    monkeypatch.setattr(fitting.facts, "find", lambda *a: entry if a[2] == "case" else real(*a))
+    monkeypatch.setattr(
+        fitting.facts, "find", lambda *a: entry if a[2] == "glm5-report" else real(*a)
+    )
     fitted = fitting.fit(known.runs())
     step = predict_at("full_cast", at("glm-5", 495_616), "rtx-pro-6000-server", fitted=fitted)
     assert step["cast"].ms == pytest.approx(32.3)

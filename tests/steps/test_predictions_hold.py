@@ -1,6 +1,8 @@
 """Predictions against times that nobody here made, and against recorded rows."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
@@ -54,8 +56,29 @@ def test_four_in_five_left_out_times_lie_in_their_range(left_out):
     assert 0.74 <= covered <= 0.86
 
 
-def test_the_shipped_ranges_are_those_that_the_shipped_times_give():
-    found = held_out.ranges(held_out.held_out())
+@pytest.fixture(scope="module")
+def everything():
+    return held_out.held_out()
+
+
+def test_the_readme_says_how_far_off_predictions_are(everything):
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    own = everything[everything.basis != "another kernel"]
+    found = held_out.summary(own).set_index("kind").drop("all")
+    table = re.findall(r"^\| [^|]* \| ([\d,]+) \| (\d+) % \| (\d+) % \|$", text, re.M)
+    said = [(int(n.replace(",", "")), int(median), int(p90)) for n, median, p90 in table]
+    rows = [(n, round(100 * m), round(100 * p)) for n, m, p in found.itertuples(index=False)]
+    assert sorted(said) == sorted(rows)
+    lent = everything[everything.basis == "another kernel"].error
+    assert f"{len(lent):,} times of kernels" in text
+    assert "by more than 12 %, a tenth by more than 90 %" in text
+    assert round(100 * lent.median()) == 12 and 0.9 < lent.quantile(0.9) < 1.1
+    card = own[(own.kind == "card") & (own.card == "rtx-pro-6000-server")].error
+    assert f"its median error is {100 * card.median():.0f} %" in text
+
+
+def test_the_shipped_ranges_are_those_that_the_shipped_times_give(everything):
+    found = held_out.ranges(everything)
     kept = ranges()
     assert set(found) == set(kept)
     for basis, factors in found.items():

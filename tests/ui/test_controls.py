@@ -23,7 +23,7 @@ from shadowkv_lab.ui import budget, controls, decode, display, glm5, serving, si
         (budget.budget_app, {"tensor_parallel": 3}, OutOfRange, "1, 2, 4, 8, 16"),
         (budget.budget_app, {"kv_gib": "all"}, OutOfRange, "a number"),
         (glm5.reproduction_app, {"gpu": "h200"}, UnknownName, "rtx-pro-6000-server"),
-        (serving.loads, {"rest": "mine"}, UnknownName, "case"),
+        (serving.loads, {"rest": "mine"}, UnknownName, "glm5-report"),
         (simulated.traffics, {"rate": 0}, OutOfRange, "requests/s above 0"),
         (simulated.traffics, {"lengths": "short"}, UnknownName, "long answers"),
     ],
@@ -40,10 +40,10 @@ def test_an_argument_that_no_control_has_is_refused(call):
 
 
 def test_a_start_value_between_a_sliders_own_joins_them():
-    found = controls.Slider("context", "", (512, 1024), "tokens").widget(700, {})
+    found = controls.Slider("context", (512, 1024), "tokens").widget(700, {})
     assert [v for _, v in found._options_full] == [512, 700, 1024] and found.value == 700
     assert found.options[1][0] == "700 tokens"
-    assert controls.Several("s", "", ("a", "b")).widget("b", {}).value == ("b",)
+    assert controls.Several("s", ("a", "b")).widget("b", {}).value == ("b",)
 
 
 @pytest.mark.parametrize(

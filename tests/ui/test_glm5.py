@@ -2,23 +2,21 @@
 
 from shadowkv_lab.glm5 import case, hypotheses, verdict
 from shadowkv_lab.provenance import recorded
-from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.ui import budget as budget_figures
 from shadowkv_lab.ui import glm5 as figures
-from tests.steps import synthetic_runs as known
 
-FIT = fit(known.runs("full_cast,bf16_pool,shadow"))
 REST = Rest(20.0, experts=0)
 
 
 def test_figures_are_finished_and_titled():
-    table = verdict.verdict(fitted=FIT)
+    table = verdict.verdict()
     shown = [
         figures.case_steps(),
         figures.tpot(table, REST),
+        figures.layers_and_pool(),
         figures.speed_and_room(table),
-        figures.rest_over_context(verdict.rest_over_context("rtx-pro-6000-server", fitted=FIT)),
+        figures.rest_over_context(verdict.rest_over_context("rtx-pro-6000-server")),
         *budget_figures.budget_view(kv_gib=25.49).figures,
     ]
     for fig in shown:
@@ -36,16 +34,38 @@ def test_a_step_that_became_slower_is_explained_by_nothing():
     assert "no hypothesis explains 120.0 ms" in title and "reach" not in title
 
 
+def test_the_picture_of_the_families_holds_their_ends():
+    """Its title's layers by hand: 25.49 GiB, and the 94.1 - 61 GiB that the weights leave."""
+
+    def most(gib):
+        tokens = [495_616 * 43.1 / 64.6 * 78 / (78 - n) for n in range(26)]
+        sizes = [P * (78 * 708 + 1152 * n) / 2**30 for n, P in enumerate(tokens)]
+        return max(n for n, size in enumerate(sizes) if size <= gib)
+
+    assert (most(25.49), most(33.1)) == (12, 20)
+    title = figures.layers_and_pool().layout.title.text
+    assert "0 to 12 layers" in title and "to 20 beside the weights" in title
+
+
+def test_a_typed_rest_and_its_growth_are_seen():
+    typed = figures.reproduction_view(rest_ms=20.0, concurrency=32).table
+    held = figures.reproduction_view(rest_ms=20.0, concurrency=32, rest_grows=False).table
+    assert held.rest_ms.eq(20.0).all() and typed.rest_ms.gt(40.0).all()
+
+
 def test_a_row_about_one_card_is_judged_on_that_card():
     table = hypotheses.recorded_hypotheses(case.server()).copy()
     table["fits_server"] = False
     fits = figures.hypotheses_bars(table, case.server()).data[0]
     assert fits.name.startswith("fits")
-    assert list(fits.y) == ["the lab's vector cast on the workstation card"]
+    assert list(fits.y) == [
+        "the lab's vector cast on the workstation card",
+        "a gather of static shape on the workstation card",
+    ]
 
 
 def test_a_tpot_is_as_sure_as_its_weakest_part():
-    table = verdict.verdict(fitted=FIT).assign(provenance="recorded")
+    table = verdict.verdict().assign(provenance="recorded")
     seen = Rest(20.0, provenance=recorded())
     for rest, word in ((REST, "assumed"), (seen, "recorded")):
         labels = figures.tpot(table, rest).layout.annotations[: len(table)]
