@@ -159,7 +159,10 @@ JSON = {
     ),
     "bench": (lines(CASES / "h200-server" / "fused.jsonl"), results.read_results),
     "bench as traffic": (lines(DATA / "traffic/samples/bench-serving.made-up.jsonl"), traces.load),
-    "vllm bench": (head(CASES / "cmp-03-vllm-json" / ""), results.read_results),
+    "vllm bench": (
+        head(CASES / "cmp-03-vllm-json" / "after" / "vllm-100qps-Kimi-K2-Thinking.json"),
+        results.read_results,
+    ),
     "mooncake": (lines(DATA / "traffic/samples/mooncake.jsonl", 4), traces.load),
     "card": (
         (DATA / "gpus" / "h200.json").read_bytes(),
