@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shadowkv_lab import facts, files, machine
+from shadowkv_lab.errors import BadFile
 from shadowkv_lab.model import load_model
 from shadowkv_lab.provenance import Kind
 from shadowkv_lab.steps import step as steps
@@ -269,8 +270,20 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
 
 
 def of_bench(path: Path) -> list[Point]:
-    """Attention kernels timed by `shadowkv bench kernels`, all of them graph replays."""
-    entry, found = files.read_json(path), []
+    """Attention kernels timed by `shadowkv bench kernels`, all of them graph replays.
+
+    Raises `BadFile`.
+    """
+    entry = files.read_json(path)
+    try:
+        return _of_rows(entry)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{path} is no kernel benchmark ({error!r:.80})"
+        raise BadFile(what, "what shadowkv bench kernels --record wrote") from None
+
+
+def _of_rows(entry: dict) -> list[Point]:
+    found = []
     card = machine.card_of(entry["origin"]["device"])
     model = load_model("glm-5")  # its latent row is every bench's
     for row in entry["rows"]:
@@ -330,6 +343,6 @@ def shipped() -> list[Point]:
     """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables."""
     found = of_steps(steps.recorded())
     seen = {(p.key, p.requests, p.size) for p in found if p.exact}
-    for path in facts.files("runs", "*_kernels.json"):
-        found += (p for p in of_bench(path) if (p.key, p.requests, p.size) not in seen)
+    for _, points in facts.each(facts.files("runs", "*_kernels.json"), of_bench):
+        found += (p for p in points if (p.key, p.requests, p.size) not in seen)
     return found + _published(facts.stamps("published/tables", "*.csv"))

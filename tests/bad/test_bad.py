@@ -125,10 +125,11 @@ def test_one_bad_fact_breaks_no_command(data):
     shutil.copy(HERE / "model_without_name.json", data / "models" / "bad.json")
     (data / "gpus" / "torn.json").write_text('{"name": "x", ')
     (data / "runs" / "binary.jsonl").write_bytes(bytes(range(256)))
+    (data / "runs" / "torn_kernels.json").write_text('{"schema": 1, "rows": [{}]}')
     (data / "runs" / "gone.jsonl").symlink_to("nowhere")
     (data / "runs" / "folder.jsonl").mkdir()
     said = shadowkv("predict", status=0, SHADOWKV_DATA=str(data))
-    for name in ("bad.json", "binary.jsonl", "gone.jsonl", "folder.jsonl"):
+    for name in ("bad.json", "binary.jsonl", "gone.jsonl", "folder.jsonl", "torn_kernels.json"):
         assert f"{name} is left out" in said
 
 
