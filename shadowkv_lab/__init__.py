@@ -22,7 +22,7 @@ _PLACES = {
     "steps.measure": ["measure_step"],
     "steps.predict": ["predict"],
     "steps.answer": ["anchored", "answers"],
-    "provenance": ["Provenance", "Source"],
+    "provenance": ["Provenance"],
     "errors": ["LabError", "OutOfRange"],
     "ui.decode": ["explorer"],
     "ui.screen": ["screen"],

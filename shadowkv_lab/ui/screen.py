@@ -1,6 +1,7 @@
 """The main screen: which way to read an FP8 pool, on my card, under my load, and how fast."""
 
 import html
+import re
 import threading
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -225,6 +226,14 @@ class Answered(View):
     rows: str = ""  # a bar of ms by phase for each strategy
 
 
+def _marks(text: str) -> str:
+    """HTML as a note: no element but b, br and code, and none with an attribute."""
+    text = re.sub(r"</div>(?=.)", "<br>", text)
+    return re.sub(
+        r"<(/?(?:b|br|code)\b)[^>]*>|<[^>]*>", lambda m: f"<{m[1]}>" if m[1] else "", text
+    )
+
+
 def _tpot_strategies(s: dict) -> dict[str, str]:
     return {name: kind.title for name, kind in STRATEGIES.items()}
 
@@ -302,7 +311,7 @@ def screen_view(
     below = _footnotes(s, at)
     bars = rows.rows(found, load, servers) + below
     answer = {"said": said, "rows": bars}
-    return Answered(figures, said + below, table(found), SHOWN, beside=beside, **answer)
+    return Answered(figures, _marks(said + below), table(found), SHOWN, beside=beside, **answer)
 
 
 def _servers(points: list[Seen], load: Load, pool_tokens: int) -> dict[str, Seen]:
@@ -334,7 +343,7 @@ def _unanswered(s: dict, at: Deployment, error: LabError, beside: dict) -> View:
     empty = Field(None, (), Rest(0.0), s["pool_tokens"])
     load = Load(s["concurrency"], s["context"])
     figures = [curve(empty, s["along"], load, ()), lead_map(empty, load)]
-    return Answered(figures, note, table([]), SHOWN, beside=beside, said=note)
+    return Answered(figures, _marks(note), table([]), SHOWN, beside=beside, said=note)
 
 
 def _beside(s: dict, at: Deployment) -> dict[str, str]:
@@ -383,8 +392,8 @@ def _footnotes(s: dict, at: Deployment) -> str:
 TABLE = (
     "strategy",
     "tokens_per_s",
-    "low",
-    "high",
+    "low_tokens_per_s",
+    "high_tokens_per_s",
     "tpot_ms",
     "cast_ms",
     "attention_ms",
@@ -406,8 +415,12 @@ def table(found: list[Answer]) -> pd.DataFrame:
     for a in found:
         row = {"strategy": rows.named(a)}
         if a.runs:
-            row |= {"tokens_per_s": a.tokens_per_s, "low": a.low_tokens_per_s}
-            row |= {"high": a.high_tokens_per_s, "tpot_ms": a.tpot_ms, "rest_ms": a.rest_ms}
+            row |= {"tokens_per_s": a.tokens_per_s, "low_tokens_per_s": a.low_tokens_per_s}
+            row |= {
+                "high_tokens_per_s": a.high_tokens_per_s,
+                "tpot_ms": a.tpot_ms,
+                "rest_ms": a.rest_ms,
+            }
             row |= {f"{p.name}_ms": p.ms for p in a.step.phases}
             row |= {"running": a.running, "provenance": str(a.provenance)}
         row |= {"tokens": a.kept_tokens or None, "reason": a.reason or a.untried}

@@ -170,7 +170,11 @@ def test_a_real_server_whose_pool_was_capped():
     found = read(log, card="h200")
     made = found.deployment
     assert (found.log.mem_fraction, found.log.max_total_tokens) == (0.85, 495_616)
-    assert (made.model.name, made.index_layers, made.token_bytes()) == ("glm-5", 0, 78 * 576)
+    assert (made.model.name, made.index_layers, made.token_bytes()) == (
+        "glm-5-dense-tp8",
+        0,
+        78 * 576,
+    )
     terms = {t.name: t.gib for t in made.memory().terms}
     assert "not accounted for" not in terms
     left = (139.13 - 11.73) - 0.15 * 139.13 - 495_616 * 44_928 / GIB

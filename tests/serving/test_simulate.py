@@ -383,5 +383,5 @@ def test_two_replicas_serve_twice_the_rate_as_one_serves_it():
     both = simulate_replicas(Engine(100_000, STEP), one.scaled(rate=2), 2).summary()
     assert both["output_tokens_per_s"] == pytest.approx(2 * alone["output_tokens_per_s"], rel=0.02)
     assert both["p50_ttft_ms"] <= 1.05 * alone["p50_ttft_ms"]
-    with pytest.raises(OutOfRange, match="0 replicas"):
+    with pytest.raises(OutOfRange, match="Replicas: 0"):
         simulate_replicas(Engine(100, STEP), one, 0)

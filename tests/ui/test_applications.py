@@ -14,13 +14,25 @@ from shadowkv_lab.cli.applications import APPLICATIONS
 from shadowkv_lab.serving import contenders
 from shadowkv_lab.steps import measure
 from shadowkv_lab.strategies import STRATEGIES
-from shadowkv_lab.ui import budget, charts, decode, glm5, kernels, plots, serving, simulated, tables
+from shadowkv_lab.ui import (
+    budget,
+    charts,
+    decode,
+    glm5,
+    kernels,
+    plots,
+    screen,
+    serving,
+    simulated,
+    tables,
+)
 from shadowkv_lab.ui.app import View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Number, Slider
 from tests.own_strategy import hot_set
 
 VIEWS = [
+    screen.screen_view,
     decode.step_view,
     kernels.kernels_view,
     budget.budget_view,
@@ -70,7 +82,7 @@ def test_a_call_and_the_widget_show_the_same(view):
         app.worker.join(60)
     assert app.error.value == "" and app.settings == view.start()
     called = view(**app.settings)
-    assert called.note == app.note.value
+    assert charts.words(called.note) == app.note.value
     assert called.table.equals(app.view.table)
 
 

@@ -176,7 +176,7 @@ def test_the_map_and_the_curve_agree_with_the_answer(app):
         cells = app.plots.children[1].data[0]
         column = module.CONCURRENCIES.index(R)
         told = cells.customdata[CONTEXTS.index(n)][column]
-        best = re.search(r"sk-big>([^:<]+)", app.note.value)[1]
+        best = re.search(r"sk-big>([^:<]+)", app.said.value)[1]
         assert told.split(",")[0].split(" (")[0] == html.unescape(best).split(",")[0].split(" (")[0]
 
 
