@@ -84,7 +84,7 @@ def test_random_rows_and_lengths(device, heads, page_size):
 @pytest.mark.parametrize("tile", [8, 16])
 def test_pair_kernel(device, tile, page_size):
     """The same, and hard cases, by the kernel that keeps FP8 in shared memory."""
-    row = launch.LaunchRow(128, "many", tile, 32, 4, 0, False, 4, "test", stages=2)
+    row = launch.LaunchRow(128, "many", tile, 32, 4, 0, False, 4, "test", stages=2, kernel="pairs")
     q_nope, q_pe, kv, batch = random_case([1, 37, 170, 32], 8, device, page_size, tail=2.0)
     check(q_nope, q_pe, kv, batch, row=row)
     check(q_nope * 0, q_pe * 0, kv, batch, row=row)
