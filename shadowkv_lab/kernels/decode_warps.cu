@@ -27,6 +27,7 @@ constexpr int STEPS = ROW / 16;
 constexpr int OUT = RANK / 16 / GROUP;  // output tiles of a warp, 16 latent values each
 // Where they begin, warp by warp, and how far one tile is from the next: a wgmma interleaves four.
 constexpr int MINE = GROUP == 4 ? 16 : RANK / GROUP, NEXT = GROUP == 4 ? 64 : 16;
+constexpr int CHAINS = GROUP == 4 ? 1 : 2;
 constexpr int TOKENS = 16;              // that a warp scores at once
 constexpr int PITCH = ROW + 16;         // keeps eight rows of an ldmatrix in different banks
 constexpr int STAGE = TOKENS * PITCH, STAGES = 2;
@@ -35,7 +36,7 @@ constexpr float LOWEST = -1e30f, MASKED = -3e38f;
 constexpr float USUAL = 8, TOP = 15;  // powers of two that weights have at the peak, and at most
 
 // Shared memory, in bytes. The sums of the end reuse the ring.
-constexpr int AT_BACK = WARPS * STAGES * 8;
+constexpr int AT_BACK = 0;
 constexpr int AT_PEAK = AT_BACK + ROWS * 4;                  // [GROUPS][GROUP][ROWS]
 constexpr int AT_MASS = AT_PEAK + WARPS * ROWS * 4;          // [WARPS][ROWS]
 constexpr int AT_FACTOR = AT_MASS + WARPS * ROWS * 4;        // [GROUPS][ROWS]
@@ -78,9 +79,26 @@ __device__ __forceinline__ float exp2(float x) {
     return y;
 }
 
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
-                 "@done bra over; bra again; over: }" :: "r"(barrier), "r"(parity) : "memory");
+__device__ __forceinline__ void copy16(u32 to, const u8* from) {  // bytes, without waiting
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int LEFT> __device__ __forceinline__ void wait_copies() {  // of this thread, but LEFT
+    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at));
+}
+
+__device__ __forceinline__ void load_transposed(u32 (&m)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(at));
 }
 
 __device__ __forceinline__ void meet(int group) {  // of the warps of a group
@@ -154,49 +172,45 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
     float* masses = (float*)(shared + AT_MASS);
     float* factors = (float*)(shared + AT_FACTOR);
     u32* query = (u32*)(shared + AT_QUERY);
-    const u32 queries = shared_address(query);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int group = warp / GROUP, member = warp % GROUP;
     const u32 ring = shared_address(shared + AT_RING) + warp * STAGES * STAGE;
     const u32 group_ring = ring - member * STAGES * STAGE;
-    const u32 full = shared_address(shared) + warp * STAGES * 8;
-    const u32 group_full = full - member * STAGES * 8;
+    u32* group_weights = (u32*)(shared + AT_WEIGHTS) + group * GROUP * GROUP * 64;
+    const u64 query_columns = core_matrices(shared_address(query));
+    const u64 weight_columns = core_matrices(shared_address(group_weights));
 
     const int4 item = work[blockIdx.y];
     const int first = item.y, end = item.z, base = indptr[item.x];
     const int tiles = (end - first + TOKENS * GROUP - 1) / (TOKENS * GROUP);
     const int row0 = blockIdx.x * ROWS;
-    if (lane == 0) {
-        for (int s = 0; s < STAGES; s++)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(full + 8 * s));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 
-    // The slot of this lane's token (lanes 16 to 31 repeat 0 to 15) in a tile; past the end, the
-    // last token's.
-    auto slot_of = [&](int tile) -> long long {
-        int token = first + (tile * GROUP + member) * TOKENS + lane % TOKENS;
+    // Four threads copy a row, 64 bytes at a time: rows g and g + 8 of the warp's 16. Where these
+    // rows are; past the end, the last token's.
+    struct Rows { const u8 *upper, *lower; };
+    auto row_of = [&](int token) {
         token = min(token, end - 1);
-        int page = pages[base + (token >> page_shift)];
-        return ((long long)page << page_shift) + (token & ((1 << page_shift) - 1));
+        const long long page = pages[base + (token >> page_shift)];
+        return kv + ((page << page_shift) + (token & ((1 << page_shift) - 1))) * ROW + 16 * c;
     };
-    auto copy = [&](long long slot, int stage) {
-        const u32 barrier = full + 8 * stage;
-        if (lane == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                         :: "r"(barrier), "r"(TOKENS * ROW) : "memory");
-        __syncwarp();
-        if (lane < TOKENS)
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                         "[%0], [%1], %2, [%3];"
-                         :: "r"(ring + stage * STAGE + lane * PITCH), "l"(kv + slot * ROW),
-                            "r"(ROW), "r"(barrier) : "memory");
+    auto rows_of = [&](int tile) -> Rows {
+        const int token = first + (tile * GROUP + member) * TOKENS + g;
+        return {row_of(token), row_of(token + 8)};
     };
-    for (int s = 0; s < STAGES; s++)
-        if (group + s * GROUPS < tiles) copy(slot_of(group + s * GROUPS), s);
+    auto copy = [&](Rows from, int stage) {
+        const u32 to = ring + stage * STAGE + g * PITCH + 16 * c;
+#pragma unroll
+        for (int at = 0; at < ROW; at += 64) {
+            copy16(to + at, from.upper + at);
+            copy16(to + 8 * PITCH + at, from.lower + at);
+        }
+    };
+    for (int s = 0; s < STAGES; s++) {
+        if (group + s * GROUPS < tiles) copy(rows_of(group + s * GROUPS), s);
+        commit_copies();
+    }
 
     // Queries, scaled into FP16: each row by the power of two that puts its largest value just
     // below 2^16, exactly; its scores are scaled back in float32.
@@ -248,43 +262,51 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
 
     for (int tile = group, turn = 0; tile < tiles; tile += GROUPS, turn++) {
         const int stage = turn % STAGES;
-        const u32 parity = turn / STAGES % 2;
+        const u32 at = ring + stage * STAGE + score_row;
         const int next = tile + STAGES * GROUPS;
-        const long long ahead = next < tiles ? slot_of(next) : 0;
-        wait(full + 8 * stage, parity);
+        const Rows ahead = rows_of(next);
+        wait_copies<STAGES - 1>();
+        __syncwarp();
 
-        // Scores: two chains of sums, so that the matrix units need not wait.
-        float s[2][GROUP][4] = {};
-        u32 a[2][4][4];  // operands of four steps, and of the four before
+        // Scores. What shared memory has to give is asked for a turn early. With mma.sync there are
+        // two chains of sums, so that the matrix units need not wait.
+        float s[CHAINS][GROUP][4] = {};
+        u32 m[2][2][4];     // as they come from shared memory: of four steps, and the next four
+        u32 wide[2][4][4];  // widened: of four steps, and of the four before
+        load_matrices(m[0][0], at), load_matrices(m[0][1], at + 32);
 #pragma unroll
         for (int step = 0; step < STEPS; step += 4) {
-            u32 (&now)[4][4] = a[step / 4 % 2];
+            u32 (&now)[4][4] = wide[step / 4 % 2];
+            u32 (&have)[2][4] = m[step / 4 % 2];
+            u32 (&want)[2][4] = m[(step / 4 + 1) % 2];
+            if (step + 4 < STEPS) {
+                load_matrices(want[0], at + (step + 4) * 16);
+                load_matrices(want[1], at + (step + 6) * 16);
+            }
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                u32 k[4];
-                asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                             : "=r"(k[0]), "=r"(k[1]), "=r"(k[2]), "=r"(k[3])
-                             : "r"(ring + stage * STAGE + score_row + (step + i) * 16));
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    widen(k[2 * j], now[i + j][0], now[i + j][2]);
-                    widen(k[2 * j + 1], now[i + j][1], now[i + j][3]);
-                }
+            for (int i = 0; i < 4; i++) {
+                widen(have[i / 2][i % 2 * 2], now[i][0], now[i][2]);
+                widen(have[i / 2][i % 2 * 2 + 1], now[i][1], now[i][3]);
             }
             if constexpr (GROUP == 4) wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if constexpr (GROUP == 4) {
-                    wgmma(s[0], now[i], core_matrices(queries + (step + i) * 1024));
+                    wgmma(s[0], now[i], query_columns + (step + i) * (1024 >> 4));
                 } else {
                     const uint2* q = (const uint2*)query + ((step + i) * 32 + lane) * GROUP;
 #pragma unroll
-                    for (int n = 0; n < GROUP; n++) mma(s[i % 2][n], now[i], q[n].x, q[n].y);
+                    for (int n = 0; n < GROUP; n++) mma(s[i % CHAINS][n], now[i], q[n].x, q[n].y);
                 }
             }
             if constexpr (GROUP == 4) step + 4 < STEPS ? wgmma_commit<1>() : wgmma_commit<0>();
         }
 
+        if (CHAINS == 2)
+#pragma unroll
+            for (int n = 0; n < GROUP; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) s[0][n][e] += s[CHAINS - 1][n][e];
         // s[0][n][e] is of token g and query row e of this thread's two, s[0][n][2 + e] of g + 8.
         const int token = first + (tile * GROUP + member) * TOKENS + g;
         float most[GROUP][2];
@@ -294,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             for (int e = 0; e < 2; e++) {
                 float& x = s[0][n][e];
                 float& y = s[0][n][2 + e];
-                x = token < limit[n][e] ? (x + s[1][n][e]) * scale[n][e] : MASKED;
-                y = token + 8 < limit[n][e] ? (y + s[1][n][2 + e]) * scale[n][e] : MASKED;
+                x = token < limit[n][e] ? x * scale[n][e] : MASKED;
+                y = token + 8 < limit[n][e] ? y * scale[n][e] : MASKED;
                 most[n][e] = column_max(fmaxf(x, y));
             }
         if (GROUP > 1) {
@@ -350,7 +372,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             }
 
         // Outputs: the tokens of every warp of the group, this warp's part of the latent values.
-        u32* group_weights = (u32*)(shared + AT_WEIGHTS) + group * GROUP * GROUP * 64;
         if (GROUP > 1) {
             u32* mine = group_weights + member * GROUP * 64 + lane;
 #pragma unroll
@@ -361,37 +382,36 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             if (GROUP == 4) publish();
             meet(group);
         }
-        if constexpr (GROUP == 4) wgmma_fence();
-#pragma unroll(GROUP == 4 ? 4 : 1)
+        const u32 values = group_ring + stage * STAGE + value_row;
+        load_transposed(m[0][0], values), load_transposed(m[0][1], values + 2 * NEXT);
+#pragma unroll(GROUP == 2 ? 1 : GROUP)
         for (int w = 0; w < GROUP; w++) {
-            if (GROUP > 1) wait(group_full + (w * STAGES + stage) * 8, parity);
             const u32* theirs = group_weights + w * GROUP * 64 + lane;
             if (GROUP == 2)
 #pragma unroll
                 for (int n = 0; n < GROUP; n++)
                     weights[n][0] = theirs[n * 64], weights[n][1] = theirs[n * 64 + 32];
-            const u32 at = group_ring + (w * STAGES + stage) * STAGE + value_row;
-            const u64 columns = core_matrices(shared_address(group_weights + w * GROUP * 64));
 #pragma unroll
             for (int i = 0; i < OUT; i += 4) {
-                u32 (&now)[4][4] = a[i / 4 % 2];
-#pragma unroll
-                for (int j = 0; j < 4; j += 2) {
-                    u32 v[4];
-                    asm volatile(
-                        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                        : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                        : "r"(at + (i + j) * NEXT));
-#pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        widen(__byte_perm(v[k], 0, 0x3120), now[j + k / 2][k % 2 * 2],
-                              now[j + k / 2][k % 2 * 2 + 1]);
+                u32 (&now)[4][4] = wide[i / 4 % 2];
+                u32 (&have)[2][4] = m[i / 4 % 2];
+                u32 (&want)[2][4] = m[(i / 4 + 1) % 2];
+                const int following = i + 4 < OUT ? w : w + 1;
+                if (following < GROUP) {
+                    const u32 from = values + following * STAGES * STAGE + (i + 4) % OUT * NEXT;
+                    load_transposed(want[0], from), load_transposed(want[1], from + 2 * NEXT);
                 }
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int k = 0; k < 2; k++)
+                        widen(__byte_perm(have[j / 2][j % 2 * 2 + k], 0, 0x3120), now[j][2 * k],
+                              now[j][2 * k + 1]);
                 if constexpr (GROUP == 4) wgmma_fence();
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     if constexpr (GROUP == 4)
-                        wgmma(out[i + j], now[j], columns);
+                        wgmma(out[i + j], now[j], weight_columns + w * (1024 >> 4));
                     else
 #pragma unroll
                         for (int n = 0; n < GROUP; n++)
@@ -402,6 +422,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
         }
         meet(group);
         if (next < tiles) copy(ahead, stage);
+        commit_copies();
     }
 
     // The groups' outputs together, normalised.
