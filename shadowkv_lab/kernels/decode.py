@@ -223,7 +223,7 @@ class FusedDecode:
         if row.kernel == "warps":
             kernel = warps_kernel(row.tile, q_nope.device)
             numbers = sm_log2e, self.rows, self.heads, page_size.bit_length() - 1
-            kernel.launch(grid, 256, q_nope, q_pe, kv, *buffers, *numbers)
+            kernel.launch(grid, 384, q_nope, q_pe, kv, *buffers, *numbers)
             return
         if row.kernel == "wide":
             from shadowkv_lab.kernels.decode_wide import WARPS, wide_kernel

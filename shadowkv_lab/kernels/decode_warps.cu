@@ -29,14 +29,15 @@ constexpr int OUT = RANK / 16 / GROUP;  // output tiles of a warp, 16 latent val
 constexpr int MINE = GROUP == 4 ? 16 : RANK / GROUP, NEXT = GROUP == 4 ? 64 : 16;
 constexpr int CHAINS = GROUP == 4 ? 1 : 2;
 constexpr int TOKENS = 16;              // that a warp scores at once
-constexpr int PITCH = ROW + 16;         // keeps eight rows of an ldmatrix in different banks
-constexpr int STAGE = TOKENS * PITCH, STAGES = 2;
+// Rows lie in pairs of 1,152 bytes with 16 between them, so that the eight rows of an ldmatrix are
+// in different banks.
+constexpr int STAGE = TOKENS * ROW + TOKENS / 2 * 16, STAGES = 2;
 constexpr int SUM_PITCH = RANK + 4;
 constexpr float LOWEST = -1e30f, MASKED = -3e38f;
 constexpr float USUAL = 8, TOP = 15;  // powers of two that weights have at the peak, and at most
 
 // Shared memory, in bytes. The sums of the end reuse the ring.
-constexpr int AT_BACK = 0;
+constexpr int AT_BACK = GROUPS * STAGES * 16;  // after the barriers
 constexpr int AT_PEAK = AT_BACK + ROWS * 4;                  // [GROUPS][GROUP][ROWS]
 constexpr int AT_MASS = AT_PEAK + WARPS * ROWS * 4;          // [WARPS][ROWS]
 constexpr int AT_FACTOR = AT_MASS + WARPS * ROWS * 4;        // [GROUPS][ROWS]
@@ -79,16 +80,31 @@ __device__ __forceinline__ float exp2(float x) {
     return y;
 }
 
-__device__ __forceinline__ void copy16(u32 to, const u8* from) {  // bytes, without waiting
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+__device__ __forceinline__ int row_at(int token) { return token * ROW + token / 2 * 16; }
+
+// Barriers in shared memory (mbarrier), by their address.
+__device__ __forceinline__ void init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals));
 }
 
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+                 "@done bra over; bra again; over: }" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-template <int LEFT> __device__ __forceinline__ void wait_copies() {  // of this thread, but LEFT
-    asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
+__device__ __forceinline__ void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect(u32 barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void copy(u32 to, const u8* from, int bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 at) {
@@ -102,8 +118,12 @@ __device__ __forceinline__ void load_transposed(u32 (&m)[4], u32 at) {
 }
 
 __device__ __forceinline__ void meet(int group) {  // of the warps of a group
-    if (GROUP > 1) asm volatile("bar.sync %0, %1;" :: "r"(1 + group), "r"(32 * GROUP) : "memory");
-    else __syncwarp();
+    if (GROUP > 1)
+        asm volatile("bar.sync %0, %1;" :: "r"(1 + group), "r"(32 * GROUP) : "memory");
+}
+
+__device__ __forceinline__ void meet_all() {  // of the eight warps that compute
+    asm volatile("bar.sync 7, 256;" ::: "memory");
 }
 
 // Over the eight rows of a matrix tile.
@@ -160,57 +180,67 @@ __device__ __forceinline__ u32 transposed(u32 x) {
 // One program per tile of ROWS query rows (x) and work item (y): (request, first token, end,
 // tokens of the request). Leaves its normalised output in `partial` [items, rows, 512] and the
 // maximum and sum of its softmax (base 2) in `stats` [items, rows, 2].
-extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
+extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
     const u16* __restrict__ q_nope, const u16* __restrict__ q_pe, const u8* __restrict__ kv,
     float* __restrict__ partial, float2* __restrict__ stats, const int* __restrict__ indptr,
     const int* __restrict__ pages, const int4* __restrict__ work, float sm_log2e,
     int rows, int heads, int page_shift
 ) {
     extern __shared__ __align__(128) u8 shared[];
-    float* back = (float*)(shared + AT_BACK);
-    float* peaks = (float*)(shared + AT_PEAK);
-    float* masses = (float*)(shared + AT_MASS);
-    float* factors = (float*)(shared + AT_FACTOR);
-    u32* query = (u32*)(shared + AT_QUERY);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const int group = warp / GROUP, member = warp % GROUP;
-    const u32 ring = shared_address(shared + AT_RING) + warp * STAGES * STAGE;
-    const u32 group_ring = ring - member * STAGES * STAGE;
-    u32* group_weights = (u32*)(shared + AT_WEIGHTS) + group * GROUP * GROUP * 64;
-    const u64 query_columns = core_matrices(shared_address(query));
-    const u64 weight_columns = core_matrices(shared_address(group_weights));
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 barriers = shared_address(shared), ring = shared_address(shared + AT_RING);
+    auto full = [&](int group, int stage) { return barriers + (group * STAGES + stage) * 16; };
+    auto empty = [&](int group, int stage) { return full(group, stage) + 8; };
 
     const int4 item = work[blockIdx.y];
     const int first = item.y, end = item.z, base = indptr[item.x];
     const int tiles = (end - first + TOKENS * GROUP - 1) / (TOKENS * GROUP);
     const int row0 = blockIdx.x * ROWS;
+    if (threadIdx.x < GROUPS * STAGES)
+        for (int i = 0; i < 2; i++) init(barriers + threadIdx.x * 16 + 8 * i, GROUP);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 
-    // Four threads copy a row, 64 bytes at a time: rows g and g + 8 of the warp's 16. Where these
-    // rows are; past the end, the last token's.
-    struct Rows { const u8 *upper, *lower; };
-    auto row_of = [&](int token) {
-        token = min(token, end - 1);
-        const long long page = pages[base + (token >> page_shift)];
-        return kv + ((page << page_shift) + (token & ((1 << page_shift) - 1))) * ROW + 16 * c;
-    };
-    auto rows_of = [&](int tile) -> Rows {
-        const int token = first + (tile * GROUP + member) * TOKENS + g;
-        return {row_of(token), row_of(token + 8)};
-    };
-    auto copy = [&](Rows from, int stage) {
-        const u32 to = ring + stage * STAGE + g * PITCH + 16 * c;
-#pragma unroll
-        for (int at = 0; at < ROW; at += 64) {
-            copy16(to + at, from.upper + at);
-            copy16(to + 8 * PITCH + at, from.lower + at);
+    if (warp >= WARPS) {  // Four warps copy, each for two of those that compute: 16 lanes a tile.
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int reader = (warp - WARPS) * 2 + lane / 16, row = lane % 16;
+        const int group = reader / GROUP, member = reader % GROUP;
+        const u32 to = ring + reader * STAGES * STAGE + row_at(row);
+        // Past the end, the last token. Two rows of a page are copied at once.
+        auto token_of = [&](int tile) { return first + (tile * GROUP + member) * TOKENS + row; };
+        auto slot_of = [&](int tile) {
+            const int token = min(token_of(tile), end - 1);
+            const long long page = pages[base + (token >> page_shift)];
+            return (page << page_shift) + (token & ((1 << page_shift) - 1));
+        };
+        long long slot = slot_of(group);
+        for (int tile = group, turn = 0; tile < tiles; tile += GROUPS, turn++) {
+            const int stage = turn % STAGES;
+            const long long ahead = slot_of(tile + GROUPS);
+            if (turn >= STAGES) wait(empty(group, stage), (turn / STAGES - 1) % 2);
+            if (row == 0) expect(full(group, stage), TOKENS * ROW);
+            __syncwarp(0xffff << lane / 16 * 16);
+            const bool paired = page_shift && (token_of(tile) | 1) < end;
+            if (!paired || row % 2 == 0)
+                copy(to + stage * STAGE, kv + slot * ROW, paired ? 2 * ROW : ROW,
+                     full(group, stage));
+            slot = ahead;
         }
-    };
-    for (int s = 0; s < STAGES; s++) {
-        if (group + s * GROUPS < tiles) copy(rows_of(group + s * GROUPS), s);
-        commit_copies();
+        return;
     }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+
+    float* back = (float*)(shared + AT_BACK);
+    float* peaks = (float*)(shared + AT_PEAK);
+    float* masses = (float*)(shared + AT_MASS);
+    float* factors = (float*)(shared + AT_FACTOR);
+    u32* query = (u32*)(shared + AT_QUERY);
+    const int group = warp / GROUP, member = warp % GROUP, g = lane / 4, c = lane % 4;
+    u32* group_weights = (u32*)(shared + AT_WEIGHTS) + group * GROUP * GROUP * 64;
+    const u64 query_columns = core_matrices(shared_address(query));
+    const u64 weight_columns = core_matrices(shared_address(group_weights));
 
     // Queries, scaled into FP16: each row by the power of two that puts its largest value just
     // below 2^16, exactly; its scores are scaled back in float32.
@@ -243,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
         }
     }
     if (GROUP == 4) publish();
-    __syncthreads();
+    meet_all();
 
     float out[OUT][GROUP][4] = {};
     // Of the two query rows of each column tile that this thread holds: n * 8 + 2 * c + e.
@@ -257,16 +287,14 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             limit[n][e] = min(end, item.w - (rows - 1 - min(row0 + r, rows - 1)) / heads);
         }
     // Where this lane's rows of ldmatrix begin, in a stage.
-    const u32 score_row = (lane % 16) * PITCH + lane / 16 * 16;
-    const u32 value_row = (lane % 16) * PITCH + member * MINE + lane / 16 * NEXT;
+    const u32 score_row = row_at(lane % 16) + lane / 16 * 16;
+    const u32 value_row = row_at(lane % 16) + member * MINE + lane / 16 * NEXT;
 
     for (int tile = group, turn = 0; tile < tiles; tile += GROUPS, turn++) {
         const int stage = turn % STAGES;
-        const u32 at = ring + stage * STAGE + score_row;
-        const int next = tile + STAGES * GROUPS;
-        const Rows ahead = rows_of(next);
-        wait_copies<STAGES - 1>();
-        __syncwarp();
+        const u32 tokens = ring + (group * GROUP * STAGES + stage) * STAGE;  // of member 0
+        const u32 at = tokens + member * STAGES * STAGE + score_row;
+        wait(full(group, stage), turn / STAGES % 2);
 
         // Scores. What shared memory has to give is asked for a turn early. With mma.sync there are
         // two chains of sums, so that the matrix units need not wait.
@@ -382,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             if (GROUP == 4) publish();
             meet(group);
         }
-        const u32 values = group_ring + stage * STAGE + value_row;
+        const u32 values = tokens + value_row;
         load_transposed(m[0][0], values), load_transposed(m[0][1], values + 2 * NEXT);
 #pragma unroll(GROUP == 2 ? 1 : GROUP)
         for (int w = 0; w < GROUP; w++) {
@@ -420,9 +448,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
                     w < 3 || i + 4 < OUT ? wgmma_commit<1>() : wgmma_commit<0>();
             }
         }
-        meet(group);
-        if (next < tiles) copy(ahead, stage);
-        commit_copies();
+        __syncwarp();
+        if (lane == 0) arrive(empty(group, stage));
     }
 
     // The groups' outputs together, normalised.
@@ -435,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
             *(float2*)(masses + warp * ROWS + n * 8 + 2 * c) = {x, y};
         }
     }
-    __syncthreads();
+    meet_all();
     if (threadIdx.x < ROWS) {
         const int r = threadIdx.x;
         float highest = LOWEST, total = 0;
@@ -447,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
                 total > 0 ? exp2(peaks[i * GROUP * ROWS + r] - highest) / total : 0;
         if (row0 + r < rows) stats[(long long)blockIdx.y * rows + row0 + r] = {highest, total};
     }
-    __syncthreads();
+    meet_all();
     float* result = partial + ((long long)blockIdx.y * rows + row0) * RANK;
     float* sums = (float*)(shared + AT_RING);
     if (group < active) {
@@ -472,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) warps_kernel(
         }
     }
     if (active == 1) return;
-    __syncthreads();
+    meet_all();
     for (int at = threadIdx.x; at < ROWS * RANK / 4; at += 256) {
         const int r = at / (RANK / 4), value = at % (RANK / 4) * 4;
         float4 sum = {0, 0, 0, 0};
