@@ -1,7 +1,7 @@
 """MLA decode that reads FP8 rows itself, for any number of heads: plan, split, combine.
 
-Four kernels do the reading: `decode_words` and `decode_pairs` (Triton, any card), `decode_warps`
-(CUDA) and `decode_wide` (Gluon, Hopper). The launch table says which one a head count, load and
+Three kernels do the reading: `decode_words` and `decode_pairs` (Triton, any card), `decode_warps`
+(CUDA, Hopper). The launch table says which one a head count, load and
 page size take. The reference is `reference.attend`; `FusedDecode` plans and launches.
 """
 
@@ -15,9 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from shadowkv_lab.errors import OutOfRange
-from shadowkv_lab.kernels import nvrtc
+from shadowkv_lab.kernels import door, nvrtc
 from shadowkv_lab.kernels.decode_pairs import pairs_kernel
-from shadowkv_lab.kernels.decode_words import RANK, words_kernel
+from shadowkv_lab.kernels.decode_words import RANK, ROPE, words_kernel
 from shadowkv_lab.kernels.launch import LaunchRow, launch_row, multiprocessors
 from shadowkv_lab.load import Batch
 
@@ -97,6 +97,15 @@ class Listed(NamedTuple):
     page_size: int = 1
 
 
+def slots_named(batch: Batch | Listed) -> int:
+    """How many slots a pool needs for a batch's pages, spare ones included; syncs."""
+    spare = batch.spare_pages.flatten() if isinstance(batch, Batch) else batch.pages[:0]
+    low, high = torch.cat([batch.pages, spare]).aminmax()
+    if low < 0:
+        raise OutOfRange(f"Page {int(low)}", "0 or more")
+    return (int(high) + 1) * batch.page_size
+
+
 class FusedDecode:
     """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync.
 
@@ -136,6 +145,8 @@ class FusedDecode:
         self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
         self.queries, self.rows = queries, queries * heads
         live = LONG if fixed else sum(lens)
+        # Of a fixed grid the pages come later, without a sync.
+        self.slots = 0 if fixed else slots_named(batch)
         self.row = row or launch_row(
             device, self.rows, len(lens), live, page_size=batch.page_size, scaled=scaled
         )
@@ -164,7 +175,9 @@ class FusedDecode:
         # All of a request's items at once where they fit in registers: one round of loads.
         each = triton.cdiv(self.items, len(lens)) if fixed else max(counts)
         self.merged = min(256, triton.next_power_of_2(each))
-        self.columns = min(128, max(16, COMBINE_VALUES // self.merged))
+        self.columns = min(RANK.value, max(16, COMBINE_VALUES // self.merged))
+        # One item per request: its result is the output.
+        self.direct = self.row.kernel == "warps" and not fixed and max(counts) == 1
 
     def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
         """Work items, splits and page offsets in one copy that does not block; `keep` its place."""
@@ -188,10 +201,16 @@ class FusedDecode:
         """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512], or [B, queries, H, 512].
 
         `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
-        part's groups of 128; the rope part then has none.
+        part's groups of 128; the rope part then has none. Raises `OutOfRange` for a tensor of
+        another type, shape or stride, and for rows that the page table names and `kv` lacks.
         """
+        self._check(q_nope, q_pe, kv, out, scales)
         latent_scale = 1.0 if scales is not None else scale
-        self._read(q_nope, q_pe, kv, scales, self.sm_scale * latent_scale * LOG2E)
+        sm_log2e = self.sm_scale * latent_scale * LOG2E
+        if self.direct:
+            self._read(q_nope, q_pe, kv, scales, sm_log2e, out, latent_scale)
+            return
+        self._read(q_nope, q_pe, kv, scales, sm_log2e, self.partial, 1.0)
         pdl = dependent_launch(q_nope.device)
         combine_kernel[(len(self.batch.lens), self.rows, RANK.value // self.columns)](
             self.partial,
@@ -208,6 +227,33 @@ class FusedDecode:
             **({"launch_pdl": True} if pdl else {}),
         )
 
+    def _check(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        requests = len(self.batch.lens)
+        kinds, rows = (torch.bfloat16,), (self.heads,)
+        if q_nope.dim() == 4:
+            rows = self.queries, self.heads
+        elif self.queries > 1:
+            rows = (self.rows,)
+        door.need("q_nope", q_nope, kinds, requests, *rows, RANK.value)
+        door.need("q_pe", q_pe, kinds, requests, *rows, ROPE.value)
+        door.need("The output", out, (*kinds, torch.float32), requests, *rows, RANK.value)
+        door.need("The pool", kv, (door.FP8,), None, RANK.value + ROPE.value)
+        door.room("The pool", len(kv), self.slots)
+        if scales is None:
+            return
+        door.need("The scales", scales, (torch.float32,), len(kv), 4)
+        if self.row.kernel == "warps":
+            raise OutOfRange(
+                "Rows have scales and the plan does not know", "plan(..., scaled=True)"
+            )
+
     def _read(
         self,
         q_nope: torch.Tensor,
@@ -215,32 +261,18 @@ class FusedDecode:
         kv: torch.Tensor,
         scales: torch.Tensor | None,
         sm_log2e: float,
+        result: torch.Tensor,
+        out_scale: float,
     ) -> None:
-        """Partial results of every work item, by the row's kernel."""
+        """Results of every work item, by the row's kernel."""
         row, pdl = self.row, dependent_launch(q_nope.device)
         grid, page_size = (self.tiles, self.items), self.batch.page_size
-        buffers = self.partial, self.stats, self.indptr, self.batch.pages, self.work
+        buffers = result, self.stats, self.indptr, self.batch.pages, self.work
         if row.kernel == "warps":
             kernel = warps_kernel(row.tile, q_nope.device)
-            numbers = sm_log2e, self.rows, self.heads, page_size.bit_length() - 1
+            page_bits, bf16 = page_size.bit_length() - 1, int(result.dtype == torch.bfloat16)
+            numbers = sm_log2e, self.rows, self.heads, page_bits, out_scale, bf16
             kernel.launch(grid, 384, q_nope, q_pe, kv, *buffers, *numbers)
-            return
-        if row.kernel == "wide":
-            from shadowkv_lab.kernels.decode_wide import WARPS, wide_kernel
-
-            wide_kernel[grid](
-                q_nope,
-                q_pe,
-                kv.view(torch.int32),
-                *buffers,
-                sm_log2e,
-                self.rows,
-                self.heads,
-                PAGE=page_size,
-                PDL=pdl,
-                num_warps=WARPS,
-                launch_pdl=pdl,
-            )
             return
         if row.kernel == "pairs":
             kernel, unit = pairs_kernel, torch.int16

@@ -13,7 +13,9 @@
 // rows 8 to 15. Both are widened to FP16, which holds every e4m3 value exactly. Tokens (or latent
 // values) are the rows of a matrix tile and query rows its eight columns: nothing is padded.
 //
-// Compiled by NVRTC at first use (kernels/nvrtc.py), for sm_90 and later. No headers.
+// Four more warps do nothing but copy, by the bulk copy engine: a bulk copy is issued by one thread
+// at a time, which cost the computing warps a fifth of their time. Compiled by NVRTC at first use
+// (kernels/nvrtc.py) for Hopper alone (wgmma, setmaxnreg). No headers.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -178,13 +180,14 @@ __device__ __forceinline__ u32 transposed(u32 x) {
 }
 
 // One program per tile of ROWS query rows (x) and work item (y): (request, first token, end,
-// tokens of the request). Leaves its normalised output in `partial` [items, rows, 512] and the
-// maximum and sum of its softmax (base 2) in `stats` [items, rows, 2].
+// tokens of the request). Leaves its normalised output times `out_scale` in `result` [items, rows,
+// 512], as BF16 or float32, and the maximum and sum of its softmax (base 2) in `stats` [items, rows,
+// 2]. Where each request has one item, `result` is the attention's output itself.
 extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
     const u16* __restrict__ q_nope, const u16* __restrict__ q_pe, const u8* __restrict__ kv,
-    float* __restrict__ partial, float2* __restrict__ stats, const int* __restrict__ indptr,
+    void* __restrict__ result, float2* __restrict__ stats, const int* __restrict__ indptr,
     const int* __restrict__ pages, const int4* __restrict__ work, float sm_log2e,
-    int rows, int heads, int page_shift
+    int rows, int heads, int page_shift, float out_scale, int bf16
 ) {
     extern __shared__ __align__(128) u8 shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -471,11 +474,23 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
             total += masses[i * ROWS + r] * exp2(peaks[i * ROWS + r] - highest);
         for (int i = 0; i < active; i++)
             factors[i * ROWS + r] =
-                total > 0 ? exp2(peaks[i * GROUP * ROWS + r] - highest) / total : 0;
+                total > 0 ? exp2(peaks[i * GROUP * ROWS + r] - highest) / total * out_scale
+                          : 0;
         if (row0 + r < rows) stats[(long long)blockIdx.y * rows + row0 + r] = {highest, total};
     }
     meet_all();
-    float* result = partial + ((long long)blockIdx.y * rows + row0) * RANK;
+    const long long first_out = ((long long)blockIdx.y * rows + row0) * RANK;
+    auto put = [&](int r, int value, float x, float y) {  // two neighbouring values of a row
+        if (row0 + r >= rows) return;
+        const long long at = first_out + r * RANK + value;
+        if (bf16) {
+            u32 both;
+            asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+            *(u32*)((u16*)result + at) = both;
+        } else {
+            *(float2*)((float*)result + at) = {x, y};
+        }
+    };
     float* sums = (float*)(shared + AT_RING);
     if (group < active) {
 #pragma unroll
@@ -488,8 +503,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
                 const float2 lower = {out[i][n][0] * x, out[i][n][2] * x};
                 const float2 upper = {out[i][n][1] * y, out[i][n][3] * y};
                 if (active == 1) {
-                    if (row0 + r < rows) *(float2*)(result + r * RANK + value) = lower;
-                    if (row0 + r + 1 < rows) *(float2*)(result + (r + 1) * RANK + value) = upper;
+                    put(r, value, lower.x, lower.y);
+                    put(r + 1, value, upper.x, upper.y);
                 } else {
                     float* mine = sums + (group * ROWS + r) * SUM_PITCH + value;
                     *(float2*)mine = lower;
@@ -507,6 +522,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
             const float4 part = *(const float4*)(sums + (i * ROWS + r) * SUM_PITCH + value);
             sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
         }
-        if (row0 + r < rows) *(float4*)(result + r * RANK + value) = sum;
+        put(r, value, sum.x, sum.y);
+        put(r, value + 2, sum.z, sum.w);
     }
 }

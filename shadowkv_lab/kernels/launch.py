@@ -19,18 +19,18 @@ from shadowkv_lab.provenance import Source
 SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
 FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
 LOADS = ("short", "few", "many")
-TRITON = ("words", "pairs")
 
 
 @dataclass(frozen=True)
 class LaunchRow:
     """How to launch the decode for up to `heads` query rows and one kind of load.
 
-    `kernel` is "words" or "pairs" (Triton, any card), "warps" (CUDA) or "wide" (Gluon, Hopper).
+    `kernel` is "words" or "pairs" (Triton, any card) or "warps" (CUDA, Hopper).
     `tile` query rows per program of `warps` warps; work items are multiples of `block` tokens;
     `blocks_per_sm` programs fill a multiprocessor. `stages` blocks in flight of the pair kernel;
     of the word kernel `vector` 32-bit words per load and, by `pipe`, loads a block ahead. `page`
-    is the page size that the row was tuned at. `measured` says what stands behind the row.
+    is the page size that the row was tuned at, `scaled` rows are for rows with scales of their
+    own, which only the Triton kernels read. `measured` says what stands behind the row.
     """
 
     heads: int
@@ -45,6 +45,7 @@ class LaunchRow:
     stages: int = 0
     kernel: str = "words"
     page: int = 1
+    scaled: bool = False
 
 
 # Triton's interpreter, on a CPU: small tiles, so that few tokens already make several items.
@@ -69,16 +70,14 @@ def launch_row(
     """The row for a device, number of query rows per request, and batch.
 
     It is the nearest lower architecture's if its own has no table, and the one tuned at the
-    nearest page size. `scaled` rows, with scales of their own, need a Triton kernel.
+    nearest page size. `scaled` says that rows have scales of their own.
     """
     if device.type != "cuda":
         return INTERPRETED
     load = load_of(requests, live_tokens, multiprocessors(device))
     fitting = [r for r in rows(architecture(device)) if r.load == load]
-    if scaled:
-        fitting = [r for r in fitting if r.kernel in TRITON]
-    wanted = 64 if page_size >= 64 else 1
-    fitting = [r for r in fitting if r.page == wanted] or fitting
+    fitting = [r for r in fitting if r.scaled == scaled] or fitting
+    fitting = [r for r in fitting if r.page == (64 if page_size >= 64 else 1)] or fitting
     return next((r for r in fitting if heads <= r.heads), fitting[-1])
 
 

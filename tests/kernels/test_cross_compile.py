@@ -51,8 +51,8 @@ for row in launch.rows(f"sm_{arch}"):
     variants = ((1, False), (64, True)) if row.heads == 8 else ((64, False),)
     for page, scaled in variants:
         name = f"decode {row.heads} {row.load} page {page}"
-        constants = dict(HEADS=row.heads, QUERIES=1, TILE=row.tile, BLOCK=row.block, PAGE=page, SCALED=scaled,
-                         ASM=True, PDL=True)
+        constants = dict(HEADS=row.heads, QUERIES=1, TILE=row.tile, BLOCK=row.block, PAGE=page,
+                         SCALED=scaled, ASM=True, PDL=True)
         more = dict(scales="*fp32") if scaled else {}
         if not scaled:
             constants["scales"] = None
