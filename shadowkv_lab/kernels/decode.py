@@ -178,6 +178,8 @@ class FusedDecode:
         self.columns = min(RANK.value, max(16, COMBINE_VALUES // self.merged))
         # One item per request: its result is the output.
         self.direct = self.row.kernel == "warps" and not fixed and max(counts) == 1
+        if self.row.kernel == "warps":  # no graph can be captured while it is compiled
+            self.kernel = warps_kernel(self.row.tile, device)
 
     def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
         """Work items, splits and page offsets in one copy that does not block; `keep` its place."""
@@ -269,10 +271,9 @@ class FusedDecode:
         grid, page_size = (self.tiles, self.items), self.batch.page_size
         buffers = result, self.stats, self.indptr, self.batch.pages, self.work
         if row.kernel == "warps":
-            kernel = warps_kernel(row.tile, q_nope.device)
             page_bits, bf16 = page_size.bit_length() - 1, int(result.dtype == torch.bfloat16)
             numbers = sm_log2e, self.rows, self.heads, page_bits, out_scale, bf16
-            kernel.launch(grid, 384, q_nope, q_pe, kv, *buffers, *numbers)
+            self.kernel.launch(grid, 384, q_nope, q_pe, kv, *buffers, *numbers)
             return
         if row.kernel == "pairs":
             kernel, unit = pairs_kernel, torch.int16

@@ -48,6 +48,7 @@ constexpr int AT_QUERY = AT_WEIGHTS + (GROUP > 1 ? WARPS * GROUP * 256 : 0);
 constexpr int AT_RING = AT_QUERY + STEPS * ROWS * 32;
 constexpr int SHARED = AT_RING + WARPS * STAGES * STAGE;
 static_assert(GROUPS * ROWS * SUM_PITCH * 4 <= WARPS * STAGES * STAGE, "sums fit the ring");
+static_assert(SHARED <= 232448 - 1024, "fits a Hopper multiprocessor");
 static_assert(AT_RING % 16 == 0 && AT_QUERY % 16 == 0, "aligned");
 
 extern "C" __constant__ int shared_bytes = SHARED;

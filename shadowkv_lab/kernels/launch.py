@@ -17,6 +17,7 @@ from shadowkv_lab.files import write
 from shadowkv_lab.provenance import Source
 
 SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
+SHORT_HEADS = 16  # with more query rows, fewer tokens already keep the matrix units busy
 FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
 LOADS = ("short", "few", "many")
 
@@ -52,9 +53,9 @@ class LaunchRow:
 INTERPRETED = LaunchRow(128, "short", 8, 16, 4, 4, True, 4, "interpreter")
 
 
-def load_of(requests: int, live_tokens: int, multiprocessors: int) -> str:
-    """ "short", "few" or "many": which row of the table a batch takes."""
-    if live_tokens <= SHORT_TOKENS_PER_SM * multiprocessors:
+def load_of(requests: int, live_tokens: int, multiprocessors: int, heads: int = 1) -> str:
+    """ "short", "few" or "many": which row of the table a batch takes, with `heads` query rows."""
+    if live_tokens * max(1, heads / SHORT_HEADS) <= SHORT_TOKENS_PER_SM * multiprocessors:
         return "short"
     return "few" if requests <= FEW_REQUESTS else "many"
 
@@ -74,8 +75,10 @@ def launch_row(
     """
     if device.type != "cuda":
         return INTERPRETED
-    load = load_of(requests, live_tokens, multiprocessors(device))
+    load = load_of(requests, live_tokens, multiprocessors(device), heads)
     fitting = [r for r in rows(architecture(device)) if r.load == load]
+    if not hopper(device):
+        fitting = [r for r in fitting if r.kernel != "warps"]
     fitting = [r for r in fitting if r.scaled == scaled] or fitting
     fitting = [r for r in fitting if r.page == (64 if page_size >= 64 else 1)] or fitting
     return next((r for r in fitting if heads <= r.heads), fitting[-1])
@@ -90,6 +93,11 @@ def architecture(device: torch.device) -> str:
     """The architecture whose table a device takes: its own or the nearest lower that has one."""
     known = sorted(int(name.removeprefix("sm_")) for name in facts.catalogue("launch", Table))
     return f"sm_{max([k for k in known if k <= _sm(device)], default=known[0])}"
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether a device runs the CUDA kernel: wgmma is Hopper's own."""
+    return _sm(device) // 10 == 9
 
 
 def _sm(device: torch.device) -> int:
