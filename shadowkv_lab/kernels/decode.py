@@ -179,6 +179,8 @@ class FusedDecode:
         # One item per request: its result is the output.
         self.direct = self.row.kernel == "warps" and not fixed and max(counts) == 1
         if self.row.kernel == "warps":  # no graph can be captured while it is compiled
+            if batch.page_size & (batch.page_size - 1):
+                raise OutOfRange(f"Page size {batch.page_size}", "a power of two")
             self.kernel = warps_kernel(self.row.tile, device)
 
     def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
@@ -248,6 +250,9 @@ class FusedDecode:
         door.need("The output", out, (*kinds, torch.float32), requests, *rows, RANK.value)
         door.need("The pool", kv, (door.FP8,), None, RANK.value + ROPE.value)
         door.room("The pool", len(kv), self.slots)
+        for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("The pool", kv)):
+            if tensor.data_ptr() % 16:  # copied 16 bytes at a time
+                raise OutOfRange(f"{name} begins at {tensor.data_ptr() % 16} of 16 bytes", "0")
         if scales is None:
             return
         door.need("The scales", scales, (torch.float32,), len(kv), 4)

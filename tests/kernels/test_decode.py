@@ -131,6 +131,8 @@ def test_the_door_refuses_what_the_kernel_would_misread(device):
     refused(q_nope, q_pe, kv[:, :512], out)
     refused(q_nope, q_pe, kv[:-1], out)
     refused(q_nope, q_pe, kv, out.half())
+    shifted = torch.zeros(kv.numel() + 1, dtype=torch.uint8, device=device)[1:].view(FP8)
+    refused(q_nope, q_pe, shifted.view_as(kv), out)
     refused(q_nope, q_pe, kv, out, scales=torch.ones(len(kv), 3, device=device))
     assert not out.any(), "refused before anything is written"
 
