@@ -32,7 +32,14 @@ def test_constraints_pin_what_is_required_and_no_address():
     assert "torch==2.13.0" in pins
     assert all("==" in pin and "@" not in pin and "/" not in pin for pin in pins)
     pinned = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
-    own = {"triton", "flashinfer-python", "ninja", "nvidia-ml-py", "nvidia-cutlass-dsl"}
+    own = {
+        "triton",
+        "flashinfer-python",
+        "sgl-flash-mla",
+        "ninja",
+        "nvidia-ml-py",
+        "nvidia-cutlass-dsl",
+    }
     sglang = (ROOT / "tests" / "sglang" / "requirements.txt").read_text().splitlines()
     for requirement in requirements() | {line for line in sglang if not line.startswith("#")}:
         name = requirement.split(">")[0].split("[")[0].lower().replace("_", "-")

@@ -146,9 +146,9 @@ app.add_typer(bench, name="bench")
 def bench_kernels(
     model: Model = "glm-5",
     device: Device = None,
-    pool_tokens: int = 495_616,
+    pool_tokens: int = 524_288,
     heads: Annotated[
-        str | None, typer.Option(help="Head counts: 8,16,64; with --tune all of the table.")
+        str | None, typer.Option(help="Head counts: 8,16,32,64,128; with --tune the table's.")
     ] = None,
     tune: Annotated[bool, typer.Option(help="Remake this GPU's launch table instead.")] = False,
     record: Annotated[Path | None, typer.Option(help="Write rows and origin to this file.")] = None,
@@ -171,7 +171,7 @@ def bench_kernels(
         if tune:
             console.print(f"wrote {tuning.tune(shape, where, counts, report)}")
             return
-        found = kernels.bench(shape, where, pool_tokens, counts or (8, 16, 64), progress=report)
+        found = kernels.bench(shape, where, pool_tokens, counts or kernels.HEADS, progress=report)
         rows = kernels.as_dicts(found)
     origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
     text = json.dumps({"schema": 1, "origin": origin, "rows": rows}, indent=1)
@@ -184,7 +184,8 @@ def bench_kernels(
         f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
         f"{origin['copy_gb_per_s']:,.0f} GB/s"
     )
-    show(rows, ["kernel", "shape", "heads", "ms", "gb_per_s", "of_copy", "error", "ratio"])
+    columns = "kernel shape heads page_size ms gb_per_s of_copy error ratio plan_ms"
+    show(rows, columns.split())
 
 
 @bench.command("serving")

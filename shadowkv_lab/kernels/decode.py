@@ -1,9 +1,11 @@
 """MLA decode that reads FP8 rows itself, for any number of heads: plan, split, combine.
 
-Two kernels do the reading, `decode_words` and `decode_pairs`; the launch table says which one a
-head count and load take. The reference is `reference.attend`; `FusedDecode` plans and launches.
+Three kernels do the reading: `decode_words` and `decode_pairs` (Triton, any card), `decode_warps`
+(CUDA, Hopper). The launch table says which one a head count, load and
+page size take. The reference is `reference.attend`; `FusedDecode` plans and launches.
 """
 
+from functools import cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -12,8 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.kernels import door, nvrtc
 from shadowkv_lab.kernels.decode_pairs import pairs_kernel
-from shadowkv_lab.kernels.decode_words import RANK, words_kernel
+from shadowkv_lab.kernels.decode_words import RANK, ROPE, words_kernel
 from shadowkv_lab.kernels.launch import LaunchRow, launch_row, multiprocessors
 from shadowkv_lab.load import Batch
 
@@ -93,6 +97,15 @@ class Listed(NamedTuple):
     page_size: int = 1
 
 
+def slots_named(batch: Batch | Listed) -> int:
+    """How many slots a pool needs for a batch's pages, spare ones included; syncs."""
+    spare = batch.spare_pages.flatten() if isinstance(batch, Batch) else batch.pages[:0]
+    low, high = torch.cat([batch.pages, spare]).aminmax()
+    if low < 0:
+        raise OutOfRange(f"Page {int(low)}", "0 or more")
+    return (int(high) + 1) * batch.page_size
+
+
 class FusedDecode:
     """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync.
 
@@ -112,20 +125,32 @@ class FusedDecode:
         heads: int,
         sm_scale: float,
         *,
+        queries: int = 1,
+        scaled: bool = False,
         row: LaunchRow | None = None,
         fixed: bool = False,
         **_: object,
     ) -> None:
         """Choose launch parameters (the table's, or `row`), cut the work, allocate partials.
 
-        `fixed` makes grid and buffers depend on the number of requests alone: a captured graph
-        stays valid when the same object is planned again for as many requests of other lengths.
-        Work items to spare then repeat the first token of request 0, and nobody reads them.
+        `queries` tokens per request attend, the last `queries` of its live tokens, each to those
+        up to itself. `scaled` says that `run` will be given scales of groups. `fixed` makes grid
+        and buffers depend on the number of requests alone: a captured graph stays valid when the
+        same object is planned again for as many requests of other lengths. Work items to spare
+        then repeat the first token of request 0, and nobody reads them.
         """
         device, lens = batch.pages.device, batch.lens
+        if min(lens) < queries:
+            raise OutOfRange(f"{queries} query tokens of {min(lens)} live ones", "live tokens")
         self.batch, self.heads, self.sm_scale = batch, heads, sm_scale
-        self.row = row or launch_row(device, heads, len(lens), LONG if fixed else sum(lens))
-        self.tiles = triton.cdiv(heads, self.row.tile)
+        self.queries, self.rows = queries, queries * heads
+        live = LONG if fixed else sum(lens)
+        # Of a fixed grid the pages come later, without a sync.
+        self.slots = 0 if fixed else slots_named(batch)
+        self.row = row or launch_row(
+            device, self.rows, len(lens), live, page_size=batch.page_size, scaled=scaled
+        )
+        self.tiles = triton.cdiv(self.rows, self.row.tile)
         programs = self.row.blocks_per_sm * multiprocessors(device)
         most = max(len(lens), programs // self.tiles)
         cut = split(lens, self.row.block, most)
@@ -133,14 +158,15 @@ class FusedDecode:
         for request, *_ in cut:
             counts[request + 1] += 1
         self.items = most if fixed else len(cut)
+        items = [value for item in cut for value in (*item, lens[item[0]])]
         self._upload(
             device,
-            [value for item in cut for value in (*item, 0)] + [0, 0, 1, 0] * (most - len(cut)),
+            items + [0, 0, 1, lens[0]] * (most - len(cut)),
             [*accumulate(counts)],
             [*accumulate((-(-n // batch.page_size) for n in lens), initial=0)],
             keep=fixed,
         )
-        if (shape := (self.items, heads)) not in self.partials:
+        if (shape := (self.items, self.rows)) not in self.partials:
             self.partials[shape] = (
                 torch.empty(*shape, RANK.value, device=device),
                 torch.empty(*shape, 2, device=device),
@@ -148,8 +174,14 @@ class FusedDecode:
         self.partial, self.stats = self.partials[shape]
         # All of a request's items at once where they fit in registers: one round of loads.
         each = triton.cdiv(self.items, len(lens)) if fixed else max(counts)
-        self.rows = min(256, triton.next_power_of_2(each))
-        self.columns = min(128, max(16, COMBINE_VALUES // self.rows))
+        self.merged = min(256, triton.next_power_of_2(each))
+        self.columns = min(RANK.value, max(16, COMBINE_VALUES // self.merged))
+        # One item per request: its result is the output.
+        self.direct = self.row.kernel == "warps" and not fixed and max(counts) == 1
+        if self.row.kernel == "warps":  # no graph can be captured while it is compiled
+            if batch.page_size & (batch.page_size - 1):
+                raise OutOfRange(f"Page size {batch.page_size}", "a power of two")
+            self.kernel = warps_kernel(self.row.tile, device)
 
     def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
         """Work items, splits and page offsets in one copy that does not block; `keep` its place."""
@@ -170,56 +202,121 @@ class FusedDecode:
         scale: float = 1.0,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512].
+        """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512], or [B, queries, H, 512].
 
         `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
-        part's groups of 128; the rope part then has none.
+        part's groups of 128; the rope part then has none. Raises `OutOfRange` for a tensor of
+        another type, shape or stride, and for rows that the page table names and `kv` lacks.
         """
-        # Programmatic dependent launch: the next kernel of the chain is set up while this one
-        # drains. It took a fifth off a short request's step.
-        row, on_gpu = self.row, q_nope.is_cuda
-        PDL = on_gpu and torch.cuda.get_device_capability(q_nope.device) >= (9, 0)
-        # Triton's interpreter, on a CPU, knows neither inline PTX nor dependent launches.
+        self._check(q_nope, q_pe, kv, out, scales)
         latent_scale = 1.0 if scales is not None else scale
-        if row.stages:
-            kernel, unit = pairs_kernel, torch.int16
-            options = {"STAGES": row.stages, "num_stages": row.stages}
-        else:
-            kernel, unit = words_kernel, torch.int32
-            options = {"VECTOR": row.vector, "PIPE": row.pipe, "num_stages": 1}
-        kernel[(self.tiles, self.items)](
-            q_nope,
-            q_pe,
-            kv.view(unit),
-            scales,
-            self.partial,
-            self.stats,
-            self.indptr,
-            self.batch.pages,
-            self.work,
-            self.sm_scale * latent_scale * LOG2E,
-            HEADS=self.heads,
-            TILE=row.tile,
-            BLOCK=row.block,
-            PAGE=self.batch.page_size,
-            SCALED=scales is not None,
-            ASM=on_gpu,
-            PDL=PDL,
-            num_warps=row.warps,
-            **options,
-            **({"launch_pdl": True} if PDL else {}),
-        )
-        combine_kernel[(len(self.batch.lens), self.heads, RANK.value // self.columns)](
+        sm_log2e = self.sm_scale * latent_scale * LOG2E
+        if self.direct:
+            self._read(q_nope, q_pe, kv, scales, sm_log2e, out, latent_scale)
+            return
+        self._read(q_nope, q_pe, kv, scales, sm_log2e, self.partial, 1.0)
+        pdl = dependent_launch(q_nope.device)
+        combine_kernel[(len(self.batch.lens), self.rows, RANK.value // self.columns)](
             self.partial,
             self.stats,
             self.splits,
             out,
             latent_scale,
-            HEADS=self.heads,
+            HEADS=self.rows,
             COLUMNS=self.columns,
-            ROWS=self.rows,
+            ROWS=self.merged,
             FINAL=out.dtype == torch.bfloat16,
-            PDL=PDL,
+            PDL=pdl,
             num_warps=4,
-            **({"launch_pdl": True} if PDL else {}),
+            **({"launch_pdl": True} if pdl else {}),
         )
+
+    def _check(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv: torch.Tensor,
+        out: torch.Tensor,
+        scales: torch.Tensor | None,
+    ) -> None:
+        requests = len(self.batch.lens)
+        kinds, rows = (torch.bfloat16,), (self.heads,)
+        if q_nope.dim() == 4:
+            rows = self.queries, self.heads
+        elif self.queries > 1:
+            rows = (self.rows,)
+        door.need("q_nope", q_nope, kinds, requests, *rows, RANK.value)
+        door.need("q_pe", q_pe, kinds, requests, *rows, ROPE.value)
+        door.need("The output", out, (*kinds, torch.float32), requests, *rows, RANK.value)
+        door.need("The pool", kv, (door.FP8,), None, RANK.value + ROPE.value)
+        door.room("The pool", len(kv), self.slots)
+        for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("The pool", kv)):
+            if tensor.data_ptr() % 16:  # copied 16 bytes at a time
+                raise OutOfRange(f"{name} begins at {tensor.data_ptr() % 16} of 16 bytes", "0")
+        if scales is None:
+            return
+        door.need("The scales", scales, (torch.float32,), len(kv), 4)
+        if self.row.kernel == "warps":
+            raise OutOfRange(
+                "Rows have scales and the plan does not know", "plan(..., scaled=True)"
+            )
+
+    def _read(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv: torch.Tensor,
+        scales: torch.Tensor | None,
+        sm_log2e: float,
+        result: torch.Tensor,
+        out_scale: float,
+    ) -> None:
+        """Results of every work item, by the row's kernel."""
+        row, pdl = self.row, dependent_launch(q_nope.device)
+        grid, page_size = (self.tiles, self.items), self.batch.page_size
+        buffers = result, self.stats, self.indptr, self.batch.pages, self.work
+        if row.kernel == "warps":
+            page_bits, bf16 = page_size.bit_length() - 1, int(result.dtype == torch.bfloat16)
+            numbers = sm_log2e, self.rows, self.heads, page_bits, out_scale, bf16
+            self.kernel.launch(grid, 384, q_nope, q_pe, kv, *buffers, *numbers)
+            return
+        if row.kernel == "pairs":
+            kernel, unit = pairs_kernel, torch.int16
+            options = {"STAGES": row.stages, "num_stages": row.stages}
+        else:
+            kernel, unit = words_kernel, torch.int32
+            options = {"VECTOR": row.vector, "PIPE": row.pipe, "num_stages": 1}
+        kernel[grid](
+            q_nope,
+            q_pe,
+            kv.view(unit),
+            scales,
+            *buffers,
+            sm_log2e,
+            HEADS=self.rows,
+            QUERIES=self.queries,
+            TILE=row.tile,
+            BLOCK=row.block,
+            PAGE=page_size,
+            SCALED=scales is not None,
+            ASM=q_nope.is_cuda,  # Triton's interpreter, on a CPU, does not know inline PTX
+            PDL=pdl,
+            num_warps=row.warps,
+            **options,
+            **({"launch_pdl": True} if pdl else {}),
+        )
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Programmatic dependent launch: the next kernel of a chain is set up while this one drains.
+
+    It took a fifth off a short request's step.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def warps_kernel(tile: int, device: torch.device) -> nvrtc.Kernel:
+    """`decode_warps.cu` for tiles of 8, 16 or 32 query rows."""
+    return nvrtc.Kernel("decode_warps.cu", "warps_kernel", device, f"-DGROUP={tile // 8}")

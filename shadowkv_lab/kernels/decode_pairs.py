@@ -18,7 +18,9 @@ from shadowkv_lab.kernels.decode_words import (
     RANK,
     ROPE,
     group_scales,
+    inverse_of,
     query_scales,
+    seen_by,
     slots_of,
 )
 
@@ -108,6 +110,7 @@ def pairs_kernel(
     work,
     sm_log2e,
     HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -130,8 +133,9 @@ def pairs_kernel(
         gdc_launch_dependents()
     heads = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = (heads < HEADS)[:, None]
+    limit = seen_by(heads, tl.load(work + item * 4 + 3), end, HEADS, QUERIES)
     lane = tl.arange(0, BLOCK)
-    slot = slots_of(pages, base, tl.minimum(first + lane, end - 1), PAGE)
+    slot = slots_of(pages, base, first, lane, end, PAGE, BLOCK)
     pair, rope_pair = tl.arange(0, CHUNK // 2)[None, :], tl.arange(0, ROPE // 2)[None, :]
 
     at = (request * HEADS + heads).to(tl.int64)[:, None]
@@ -151,7 +155,8 @@ def pairs_kernel(
     e3, d3 = (e3 * up).to(tl.float16), (d3 * up).to(tl.float16)
     ep, dp = (ep * up).to(tl.float16), (dp * up).to(tl.float16)
 
-    peak = tl.full([TILE], float("-inf"), tl.float32)
+    # A query row may see none of an item's tokens, if the request has several.
+    peak = tl.full([TILE], float("-inf") if QUERIES == 1 else -1e30, tl.float32)
     mass = tl.zeros([TILE, BLOCK], tl.float32)
     a0 = tl.zeros([TILE, CHUNK // 2], tl.float32)
     b0, a1, b1, a2, b2, a3, b3 = a0, a0, a0, a0, a0, a0, a0
@@ -161,7 +166,7 @@ def pairs_kernel(
         k2, k3 = tl.load(row + CHUNK), tl.load(row + CHUNK // 2 * 3)
         kp = tl.load((kv + slot.to(tl.int64) * PAIRS + RANK // 2)[:, None] + rope_pair)
         g0, g1, g2, g3 = group_scales(scales, slot, SCALED)
-        slot = slots_of(pages, base, tl.minimum(start + BLOCK + lane, end - 1), PAGE)
+        slot = slots_of(pages, base, start + BLOCK, lane, end, PAGE, BLOCK)
         zero = tl.zeros([TILE, BLOCK], tl.float32)
         if SCALED:  # in float32, outside the dots: nothing is rounded
             s = score(ep, dp, kp, zero, ASM)
@@ -172,7 +177,11 @@ def pairs_kernel(
         else:  # two chains, so that the matrix units need not wait for one
             s = score(e1, d1, k1, score(e0, d0, k0, score(ep, dp, kp, zero, ASM), ASM), ASM)
             s += score(e3, d3, k3, score(e2, d2, k2, zero, ASM), ASM)
-        s = tl.where((start + lane < end)[None, :], s * back, float("-inf"))
+        if QUERIES == 1:
+            seen = (start + lane < end)[None, :]
+        else:
+            seen = (start + lane)[None, :] < limit[:, None]
+        s = tl.where(seen, s * back, float("-inf"))
         bound = s
         if SCALED:  # the peak is that of weight times largest scale, so that FP16 holds these
             most = tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))
@@ -191,7 +200,7 @@ def pairs_kernel(
     mark = stats + (item * HEADS + heads) * 2
     tl.store(mark, peak, mask=heads < HEADS)
     tl.store(mark + 1, total, mask=heads < HEADS)
-    inverse = (1.0 / total)[:, None]
+    inverse = inverse_of(total, QUERIES)[:, None]
     out = partial + (item * HEADS + heads).to(tl.int64)[:, None] * RANK
     out += tl.arange(0, CHUNK)[None, :]
     store_pairs(out, a0 * inverse, b0 * inverse, real, TILE)

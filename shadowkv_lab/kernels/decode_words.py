@@ -50,11 +50,26 @@ def widen(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def slots_of(pages, base, token, PAGE: tl.constexpr):
-    """Slots of a request's tokens, by its page table."""
+def slots_of(pages, base, start, lane, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    """Slots of a block's tokens, by the request's page table; past the end, the last token's.
+
+    Items begin at multiples of BLOCK, so that a block lies in one page of BLOCK or more tokens.
+    """
+    token = tl.minimum(start + lane, end - 1)
     if PAGE == 1:
-        return tl.load(pages + base + token)
-    return tl.load(pages + base + token // PAGE) * PAGE + token % PAGE
+        slot = tl.load(pages + base + token)
+    elif PAGE % BLOCK == 0:
+        slot = tl.load(pages + base + tl.minimum(start, end - 1) // PAGE) * PAGE + token % PAGE
+    else:
+        slot = tl.load(pages + base + token // PAGE) * PAGE + token % PAGE
+    return slot
+
+
+@triton.jit
+def seen_by(heads, tokens, end, HEADS: tl.constexpr, QUERIES: tl.constexpr):
+    """Where the tokens end that each query row sees: query token i of q not the last q - 1 - i."""
+    own = tl.minimum(heads, HEADS - 1) // (HEADS // QUERIES)
+    return tl.minimum(end, tokens - (QUERIES - 1) + own)
 
 
 @triton.jit
@@ -75,6 +90,15 @@ def group_scales(scales, slot, SCALED: tl.constexpr):
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
         return slot, slot, slot, slot  # not looked at
+
+
+@triton.jit
+def inverse_of(total, QUERIES: tl.constexpr):
+    """1 / total; 0 for a row that saw no token, which is then weighed with 0."""
+    inverse = 1.0 / total
+    if QUERIES > 1:
+        inverse = tl.where(total > 0, inverse, 0.0)
+    return inverse
 
 
 @triton.jit
@@ -134,6 +158,7 @@ def words_kernel(
     work,
     sm_log2e,
     HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
@@ -159,15 +184,16 @@ def words_kernel(
         gdc_launch_dependents()
     heads = tl.program_id(0) * TILE + tl.arange(0, TILE)
     real = tl.expand_dims(heads < HEADS, TOKEN)
+    limit = seen_by(heads, tl.load(work + item * 4 + 3), end, HEADS, QUERIES)
     lane = tl.arange(0, BLOCK)
     # Written so that the compiler sees VECTOR words side by side and loads them at once.
     word, rope_word = tl.arange(0, 32), tl.arange(0, 16)
     word = (word // VECTOR) * VECTOR + word % VECTOR
     rope_word = (rope_word // VECTOR) * VECTOR + rope_word % VECTOR
-    here = slots_of(pages, base, tl.minimum(first + lane, end - 1), PAGE)
+    here = slots_of(pages, base, first, lane, end, PAGE, BLOCK)
     if PIPE:
         c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
-        ahead = slots_of(pages, base, tl.minimum(first + BLOCK + lane, end - 1), PAGE)
+        ahead = slots_of(pages, base, first + BLOCK, lane, end, PAGE, BLOCK)
 
     at = tl.expand_dims((request * HEADS + heads).to(tl.int64), TOKEN)
     value = tl.expand_dims(tl.arange(0, CHUNK), HEAD)
@@ -186,21 +212,22 @@ def words_kernel(
     q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
     qp = (qp * up).to(tl.float16)
 
-    peak = tl.full([TILE], float("-inf"), tl.float32)
+    # A query row may see none of an item's tokens, if the request has several.
+    peak = tl.full([TILE], float("-inf") if QUERIES == 1 else -1e30, tl.float32)
     mass = zeros(BLOCK, TILE, HEAD)
     o0, o1 = zeros(CHUNK, TILE, HEAD), zeros(CHUNK, TILE, HEAD)
     o2, o3 = zeros(CHUNK, TILE, HEAD), zeros(CHUNK, TILE, HEAD)
     for start in tl.range(first, end, BLOCK, num_stages=1):
         if not PIPE:
             c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
-            ahead = slots_of(pages, base, tl.minimum(start + BLOCK + lane, end - 1), PAGE)
+            ahead = slots_of(pages, base, start + BLOCK, lane, end, PAGE, BLOCK)
         k0, k1, k2, k3 = widen(c0, ASM), widen(c1, ASM), widen(c2, ASM), widen(c3, ASM)
         kp = widen(cp, ASM)
         g0, g1, g2, g3 = group_scales(scales, here, SCALED)
         here = ahead
         if PIPE:
             c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
-            ahead = slots_of(pages, base, tl.minimum(start + 2 * BLOCK + lane, end - 1), PAGE)
+            ahead = slots_of(pages, base, start + 2 * BLOCK, lane, end, PAGE, BLOCK)
         s = score(kp, qp, zeros(BLOCK, TILE, HEAD), HEAD)
         if SCALED or TILE < 32:  # sums of their own, not one chain: the matrix units need not wait
             s0 = score(k0, q0, zeros(BLOCK, TILE, HEAD), HEAD)
@@ -214,7 +241,11 @@ def words_kernel(
         else:  # registers are short with many heads
             s = score(k1, q1, score(k0, q0, s, HEAD), HEAD)
             s = score(k3, q3, score(k2, q2, s, HEAD), HEAD)
-        s = tl.where(tl.expand_dims(start + lane < end, HEAD), s * back, float("-inf"))
+        if QUERIES == 1:
+            seen = tl.expand_dims(start + lane < end, HEAD)
+        else:
+            seen = tl.expand_dims(start + lane, HEAD) < tl.expand_dims(limit, TOKEN)
+        s = tl.where(seen, s * back, float("-inf"))
         bound = s
         if SCALED:  # the peak is that of weight times largest scale, so that FP16 holds these
             largest = tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))
@@ -233,7 +264,7 @@ def words_kernel(
     mark = stats + (item * HEADS + heads) * 2
     tl.store(mark, peak, mask=heads < HEADS)
     tl.store(mark + 1, total, mask=heads < HEADS)
-    inverse = tl.expand_dims(1.0 / total, TOKEN)
+    inverse = tl.expand_dims(inverse_of(total, QUERIES), TOKEN)
     at = tl.expand_dims((item * HEADS + heads).to(tl.int64), TOKEN)
     out = partial + at * RANK + value
     tl.store(out, o0 * inverse, mask=real)

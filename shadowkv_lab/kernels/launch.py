@@ -17,18 +17,21 @@ from shadowkv_lab.files import write
 from shadowkv_lab.provenance import Source
 
 SHORT_TOKENS_PER_SM = 128  # below this, latency counts and not the bytes
+SHORT_HEADS = 16  # with more query rows, fewer tokens already keep the matrix units busy
 FEW_REQUESTS = 4  # up to this, splits are many for each request, and merging them costs
 LOADS = ("short", "few", "many")
 
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """How to launch the decode for up to `heads` heads and one kind of load.
+    """How to launch the decode for up to `heads` query rows and one kind of load.
 
-    `tile` heads and `block` tokens a program of `warps` warps; `blocks_per_sm` programs that fill
-    a multiprocessor. `stages` blocks in flight of the pair kernel; 0 takes the word kernel, with
-    `vector` 32-bit words a load and, by `pipe`, loads a block ahead. `measured` says what stands
-    behind the row.
+    `kernel` is "words" or "pairs" (Triton, any card) or "warps" (CUDA, Hopper).
+    `tile` query rows per program of `warps` warps; work items are multiples of `block` tokens;
+    `blocks_per_sm` programs fill a multiprocessor. `stages` blocks in flight of the pair kernel;
+    of the word kernel `vector` 32-bit words per load and, by `pipe`, loads a block ahead. `page`
+    is the page size that the row was tuned at, `scaled` rows are for rows with scales of their
+    own, which only the Triton kernels read. `measured` says what stands behind the row.
     """
 
     heads: int
@@ -41,26 +44,43 @@ class LaunchRow:
     blocks_per_sm: int
     measured: str
     stages: int = 0
+    kernel: str = "words"
+    page: int = 1
+    scaled: bool = False
 
 
 # Triton's interpreter, on a CPU: small tiles, so that few tokens already make several items.
 INTERPRETED = LaunchRow(128, "short", 8, 16, 4, 4, True, 4, "interpreter")
 
 
-def load_of(requests: int, live_tokens: int, multiprocessors: int) -> str:
-    """ "short", "few" or "many": which row of the table a batch takes."""
-    if live_tokens <= SHORT_TOKENS_PER_SM * multiprocessors:
+def load_of(requests: int, live_tokens: int, multiprocessors: int, heads: int = 1) -> str:
+    """ "short", "few" or "many": which row of the table a batch takes, with `heads` query rows."""
+    if live_tokens * max(1, heads / SHORT_HEADS) <= SHORT_TOKENS_PER_SM * multiprocessors:
         return "short"
     return "few" if requests <= FEW_REQUESTS else "many"
 
 
-def launch_row(device: torch.device, heads: int, requests: int, live_tokens: int) -> LaunchRow:
-    """The row for a device, head count and batch; the nearest lower architecture's if its own
-    has none."""
+def launch_row(
+    device: torch.device,
+    heads: int,
+    requests: int,
+    live_tokens: int,
+    page_size: int = 1,
+    scaled: bool = False,
+) -> LaunchRow:
+    """The row for a device, number of query rows per request, and batch.
+
+    It is the nearest lower architecture's if its own has no table, and the one tuned at the
+    nearest page size. `scaled` says that rows have scales of their own.
+    """
     if device.type != "cuda":
         return INTERPRETED
-    load = load_of(requests, live_tokens, multiprocessors(device))
+    load = load_of(requests, live_tokens, multiprocessors(device), heads)
     fitting = [r for r in rows(architecture(device)) if r.load == load]
+    if not hopper(device):
+        fitting = [r for r in fitting if r.kernel != "warps"]
+    fitting = [r for r in fitting if r.scaled == scaled] or fitting
+    fitting = [r for r in fitting if r.page == (64 if page_size >= 64 else 1)] or fitting
     return next((r for r in fitting if heads <= r.heads), fitting[-1])
 
 
@@ -73,6 +93,11 @@ def architecture(device: torch.device) -> str:
     """The architecture whose table a device takes: its own or the nearest lower that has one."""
     known = sorted(int(name.removeprefix("sm_")) for name in facts.catalogue("launch", Table))
     return f"sm_{max([k for k in known if k <= _sm(device)], default=known[0])}"
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether a device runs the CUDA kernel: wgmma is Hopper's own."""
+    return _sm(device) // 10 == 9
 
 
 def _sm(device: torch.device) -> int:

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shadowkv_lab.kernels import door
 from shadowkv_lab.kernels.launch import multiprocessors
 
 VALUES = 2048  # of a cast program: each thread of 4 warps reads 16 neighbouring bytes, writes 32
@@ -32,6 +33,8 @@ def rows_kernel(
     slots,
     target,
     count,
+    listed,
+    S,
     D: tl.constexpr,
     HEAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -39,27 +42,38 @@ def rows_kernel(
     GATHER: tl.constexpr,
     DEVICE_COUNT: tl.constexpr,
 ):
-    """target[i], or else target[slots[i]], = bf16(source[slots[i]]) for `count` slots.
+    """target[i], or else target[slots[i]], = bf16(source[slots[i]]) for `count` of `listed` slots.
 
-    A row of D values is read as HEAD and TAIL lanes. The grid strides over the rows.
+    A row of D values is read as HEAD and TAIL lanes. The grid strides over the rows. Of a slot
+    outside the S rows NaN is gathered, and nothing written back.
     """
-    total = tl.load(count) if DEVICE_COUNT else count
+    total = tl.minimum(tl.load(count), listed) if DEVICE_COUNT else count
     head = tl.arange(0, HEAD)[None, :]
     tail = HEAD + tl.arange(0, TAIL)[None, :]
     for start in tl.range(tl.program_id(0) * ROWS, total, tl.num_programs(0) * ROWS):
         i = start + tl.arange(0, ROWS)
-        here = (i < total)[:, None]
         slot = tl.load(slots + i, mask=i < total, other=0).to(tl.int64)
-        inside = here & (tail < D)
-        first = tl.load(source + slot[:, None] * D + head, mask=here)
-        last = tl.load(source + slot[:, None] * D + tail, mask=inside)
-        row = (i.to(tl.int64) if GATHER else slot)[:, None] * D
-        tl.store(target + row + head, first.to(tl.float32).to(tl.bfloat16), mask=here)
-        tl.store(target + row + tail, last.to(tl.float32).to(tl.bfloat16), mask=inside)
+        known = (slot >= 0) & (slot < S)
+        here = ((i < total) & known)[:, None]
+        row = slot[:, None] * D
+        first = tl.load(source + row + head, mask=here).to(tl.float32)
+        last = tl.load(source + row + tail, mask=here & (tail < D)).to(tl.float32)
+        if GATHER:
+            row = i.to(tl.int64)[:, None] * D
+            here = (i < total)[:, None]
+            first = tl.where(known[:, None], first, float("nan"))
+            last = tl.where(known[:, None], last, float("nan"))
+        tl.store(target + row + head, first.to(tl.bfloat16), mask=here)
+        tl.store(target + row + tail, last.to(tl.bfloat16), mask=here & (tail < D))
 
 
 def cast(fp8: torch.Tensor, out: torch.Tensor) -> None:
-    """`out` [S, D] (BF16) = `fp8` [S, D] (e4m3), both contiguous; exact."""
+    """`out` [S, D] (BF16) = `fp8` [S, D] (e4m3), both contiguous; exact.
+
+    Like its sisters it raises `OutOfRange` for a tensor of another type, shape or stride.
+    """
+    door.need("The source", fp8, (door.FP8,), None, None)
+    door.need("The target", out, (torch.bfloat16,), *fp8.shape)
     count = fp8.numel()
     cast_kernel[(triton.cdiv(count, VALUES),)](fp8, out, count, VALUES=VALUES, num_warps=4)
 
@@ -70,8 +84,9 @@ def gather_cast(
     """`out[i]` (BF16) = `fp8[slots[i]]` (e4m3) for `slots` [L] (int32 or int64).
 
     `count` (int32 [1], on the device) says how many slots count, so that a captured graph serves
-    any number of them.
+    any number of them. The row of a slot that does not exist is NaN.
     """
+    door.room("The target", len(out), len(slots))
     _rows(fp8, slots, out, count, gather=True)
 
 
@@ -80,8 +95,10 @@ def refresh(
 ) -> None:
     """`out[slots[i]]` (BF16) = `fp8[slots[i]]` (e4m3): a mirror follows the rows just written.
 
-    A slot that comes twice is written twice with the same bits.
+    A slot that comes twice is written twice with the same bits, one that does not exist not at
+    all.
     """
+    door.room("The target", len(out), len(fp8))
     _rows(fp8, slots, out, count, gather=False)
 
 
@@ -92,7 +109,12 @@ def _rows(
     count: torch.Tensor | None,
     gather: bool,
 ) -> None:
+    door.need("The source", fp8, (door.FP8,), None, None)
+    door.need("The list of slots", slots, door.INDICES, None)
     width, programs = fp8.shape[1], triton.cdiv(len(slots), ROWS)
+    door.need("The target", out, (torch.bfloat16,), None, width)
+    if count is not None:
+        door.need("The count", count, (torch.int32,), 1)
     if count is not None:
         programs = min(programs, multiprocessors(fp8.device) * PROGRAMS_PER_SM)
     head = 1 << (width.bit_length() - 1)
@@ -101,6 +123,8 @@ def _rows(
         slots,
         out,
         len(slots) if count is None else count,
+        len(slots),
+        len(fp8),
         D=width,
         HEAD=head,
         TAIL=triton.next_power_of_2(max(width - head, 16)),

@@ -42,7 +42,10 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
         )
     files = [_recorded(Path(path))] if path else [f for _, f in facts.each(paths, _recorded)]
     newest = max(files, key=lambda file: file.origin.date)
-    return pd.DataFrame([asdict(row) for row in newest.rows]), asdict(newest.origin)
+    rows = pd.DataFrame([asdict(row) for row in newest.rows])
+    # Of several page sizes the largest, which DSA models run; a file of one names none.
+    rows = rows[rows.page_size.isin([0, rows.page_size.max()])]
+    return rows, asdict(newest.origin)
 
 
 @dataclass(frozen=True)

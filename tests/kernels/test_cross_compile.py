@@ -9,6 +9,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.kernels import nvrtc
+
 LIMITS = {90: 232_448, 100: 232_448, 120: 101_376}  # bytes a block may have (NVIDIA)
 
 # In a process of its own: this one may have Triton's interpreter switched on.
@@ -36,27 +39,31 @@ def compiled(kernel, pointers, constants, warps, **options):
 found = {}
 found["cast"] = compiled(widen.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
                          dict(VALUES=widen.VALUES), 4)
-rows = dict(rows="*bf16", slots="*i64", fp8="*fp8e4nv", bf16="*bf16", counters="*i32")
+rows = dict(rows="*bf16", slots="*i64", fp8="*fp8e4nv", bf16="*bf16", counters="*i32",
+            stride="i32", S="i32")
 found["append"] = compiled(append.append_kernel, rows, dict(
-    MAX=448.0, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True), 4)
+    MAX=448.0, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True, LOST=1), 4)
 uses = ("*i64", True, False), ("*i32", True, True), ("*i64", False, False)
 for slots, gather, on_device in uses:
     found[f"widen {slots} {gather} {on_device}"] = compiled(
         widen.rows_kernel,
-        dict(source="*fp8e4nv", slots=slots, target="*bf16", count="*i32" if on_device else "i32"),
+        dict(source="*fp8e4nv", slots=slots, target="*bf16", listed="i32", S="i32",
+             count="*i32" if on_device else "i32"),
         dict(D=576, HEAD=512, TAIL=64, ROWS=widen.ROWS, GATHER=gather, DEVICE_COUNT=on_device), 4)
 pointers = dict(q_nope="*bf16", q_pe="*bf16", kv="*i32", partial="*fp32", stats="*fp32",
                 indptr="*i32", pages="*i32", work="*i32", sm_log2e="fp32")
 for row in launch.rows(f"sm_{arch}"):
+    if row.kernel == "warps":
+        continue
     variants = ((1, False), (64, True)) if row.heads == 8 else ((64, False),)
     for page, scaled in variants:
-        name = f"decode {row.heads} {row.load} page {page}"
-        constants = dict(HEADS=row.heads, TILE=row.tile, BLOCK=row.block, PAGE=page, SCALED=scaled,
-                         ASM=True, PDL=True)
+        name = f"decode {row.heads} {row.load} {row.page} {row.scaled} page {page}"
+        constants = dict(HEADS=row.heads, QUERIES=1, TILE=row.tile, BLOCK=row.block, PAGE=page,
+                         SCALED=scaled, ASM=True, PDL=True)
         more = dict(scales="*fp32") if scaled else {}
         if not scaled:
             constants["scales"] = None
-        if row.stages:
+        if row.kernel == "pairs":
             kernel, constants["STAGES"] = decode_pairs.pairs_kernel, row.stages
             more["kv"] = "*i16"
         else:
@@ -80,11 +87,21 @@ def test_kernels_compile_and_fit(arch):
     )
     assert child.returncode == 0, child.stderr[-2000:]
     found = json.loads(child.stdout)
-    assert len([name for name in found if name.startswith("decode")]) == 15, (
-        "twelve rows, those of 8 heads twice"
-    )
+    # Twelve rows, those of 8 heads twice; Hopper's short ones at two page sizes, and scaled ones.
+    assert len([name for name in found if name.startswith("decode")]) >= 15
     too_large = {name: size for name, (size, _) in found.items() if size > LIMITS[arch]}
     assert not too_large
     # Triton 3.6 compiles tiles of 64 heads to an empty kernel for SM100, without a word.
     empty = [name for name, (_, dots) in found.items() if name.startswith("decode") and not dots]
     assert not empty
+
+
+@pytest.mark.parametrize("tile", [8, 16, 32])
+def test_the_cuda_kernel_compiles_for_hopper(tile):
+    """By NVRTC, which needs no GPU; its shared memory is checked by `static_assert` and here."""
+    try:
+        nvrtc.library()
+    except CannotRun as missing:
+        pytest.skip(str(missing))
+    code = nvrtc.compiled("decode_warps.cu", "sm_90a", f"-DGROUP={tile // 8}")
+    assert code[:4] == b"\x7fELF" and b"warps_kernel" in code

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.errors import CannotRun, OutOfRange
 from shadowkv_lab.kernels import attention, decode, launch
 from shadowkv_lab.kernels.reference import FP8, to_fp8
 from shadowkv_lab.load import make_batch
@@ -24,8 +24,9 @@ def batch_of(lens, device, page_size=1, seed=0):
     return make_batch(pages, list(lens), spares, page_size, device), (sum(counts) + 1) * page_size
 
 
-def exact(q_nope, q_pe, kv, batch, scale=1.0, scales=None):
-    """Float64 attention written out, over the dequantised rows."""
+def exact(q_nope, q_pe, kv, batch, scale=1.0, scales=None, queries=1):
+    """Float64 attention written out, over the dequantised rows; each query token sees the tokens
+    up to itself."""
     rows = kv.double()
     if scales is None:
         rows = rows * scale
@@ -36,6 +37,9 @@ def exact(q_nope, q_pe, kv, batch, scale=1.0, scales=None):
         k = rows[batch.live_slots[start : start + n]]
         start += n
         logits = (q_nope[b].double() @ k[:, :512].T + q_pe[b].double() @ k[:, 512:].T) * SCALE
+        heads = len(logits) // queries
+        for i in range(queries):
+            logits[i * heads : (i + 1) * heads, n - queries + 1 + i :] = -math.inf
         out.append(torch.softmax(logits, -1) @ k[:, :512])
     return torch.stack(out)
 
@@ -46,11 +50,11 @@ def worst(out, wanted):
     return float(error.nan_to_num(nan=math.inf).max())
 
 
-def check(q_nope, q_pe, kv, batch, row=None, **scales):
+def check(q_nope, q_pe, kv, batch, row=None, queries=1, **scales):
     """The kernel's own error in float32, and that its BF16 output adds no more than rounding."""
-    wanted = exact(q_nope, q_pe, kv, batch, **scales)
-    kernel = decode.FusedDecode()
-    kernel.plan(batch, q_nope.shape[1], SCALE, row=row)
+    wanted = exact(q_nope, q_pe, kv, batch, queries=queries, **scales)
+    kernel, heads = decode.FusedDecode(), q_nope.shape[1] // queries
+    kernel.plan(batch, heads, SCALE, queries=queries, scaled="scales" in scales, row=row)
     out = torch.full(q_nope.shape, float("nan"), device=q_nope.device)
     kernel.run(q_nope, q_pe, kv, out, **scales)
     assert worst(out, wanted) < 6e-4, "float32 output: FP16 weights, exact rows, exact queries"
@@ -84,13 +88,88 @@ def test_random_rows_and_lengths(device, heads, page_size):
 @pytest.mark.parametrize("tile", [8, 16])
 def test_pair_kernel(device, tile, page_size):
     """The same, and hard cases, by the kernel that keeps FP8 in shared memory."""
-    row = launch.LaunchRow(128, "many", tile, 32, 4, 0, False, 4, "test", stages=2)
+    row = launch.LaunchRow(128, "many", tile, 32, 4, 0, False, 4, "test", stages=2, kernel="pairs")
     q_nope, q_pe, kv, batch = random_case([1, 37, 170, 32], 8, device, page_size, tail=2.0)
     check(q_nope, q_pe, kv, batch, row=row)
     check(q_nope * 0, q_pe * 0, kv, batch, row=row)
     check(q_nope * 1e30, q_pe * 1e30, kv, batch, row=row)
     scales = torch.exp(torch.randn(len(kv), 4, generator=torch.Generator().manual_seed(1)) * 4)
     check(q_nope, q_pe, kv, batch, row=row, scales=scales.to(device))
+
+
+@pytest.mark.parametrize("kernel", ["words", "pairs"])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("queries", [2, 4])
+def test_several_query_tokens(device, kernel, page_size, queries):
+    """A causal mask among them, where an item holds none of the tokens that one of them sees."""
+    row = launch.LaunchRow(128, "many", 16, 16, 4, 4, True, 4, "test", 2, kernel)
+    lens = [17, 5, 70, 33]
+    q_nope, q_pe, kv, batch = random_case(lens, 8 * queries, device, page_size, seed=13)
+    check(q_nope, q_pe, kv, batch, row=row, queries=queries)
+
+
+def test_fewer_live_tokens_than_query_tokens_are_refused(device):
+    *_, batch = random_case([3, 1], 8, device)
+    with pytest.raises(OutOfRange, match="2 query tokens of 1"):
+        decode.FusedDecode().plan(batch, 8, SCALE, queries=2)
+
+
+def test_the_door_refuses_what_the_kernel_would_misread(device):
+    q_nope, q_pe, kv, batch = random_case([20, 5], 8, device)
+    kernel, out = decode.FusedDecode(), torch.zeros_like(q_nope)
+    kernel.plan(batch, 8, SCALE)
+
+    def refused(*tensors, **more):
+        with pytest.raises(OutOfRange):
+            kernel.run(*tensors, **more)
+
+    refused(q_nope.float(), q_pe, kv, out)
+    refused(q_nope[:1], q_pe, kv, out)
+    refused(q_nope.repeat(1, 1, 2)[..., ::2], q_pe, kv, out)
+    refused(q_nope, q_nope, kv, out)
+    refused(q_nope, q_pe, kv.view(torch.uint8).view(torch.float8_e5m2), out)
+    refused(q_nope, q_pe, kv[:, :512], out)
+    refused(q_nope, q_pe, kv[:-1], out)
+    refused(q_nope, q_pe, kv, out.half())
+    shifted = torch.zeros(kv.numel() + 1, dtype=torch.uint8, device=device)[1:].view(FP8)
+    refused(q_nope, q_pe, shifted.view_as(kv), out)
+    refused(q_nope, q_pe, kv, out, scales=torch.ones(len(kv), 3, device=device))
+    assert not out.any(), "refused before anything is written"
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_nothing_is_written_beside_the_output(device, page_size):
+    """Three heads fill neither a tile nor a block; what lies around the output stays."""
+    q_nope, q_pe, kv, batch = random_case([70, 3], 3, device, page_size, seed=14)
+    whole = torch.full((4, 3, 512), 7.0, device=device)
+    kernel = decode.FusedDecode()
+    kernel.plan(batch, 3, SCALE)
+    kernel.run(q_nope, q_pe, kv, whole[1:3])
+    assert worst(whole[1:3], exact(q_nope, q_pe, kv, batch)) < 6e-4
+    assert (whole[[0, 3]] == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tile, heads", [(8, 8), (8, 20), (16, 12), (32, 32), (32, 50)])
+def test_warps_kernel(tile, heads, page_size, queries):
+    """The CUDA kernel over lengths that fill nothing and hard values."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's own instructions")
+    for block, programs in ((16 * tile // 8, 4), (4096, 1)):
+        row = launch.LaunchRow(128, "many", tile, block, 8, 0, False, programs, "test", 0, "warps")
+        lens = [1000, 3, 700, 4000, 64]
+        rows = heads * queries
+        q_nope, q_pe, kv, batch = random_case(lens, rows, "cuda", page_size, seed=15, tail=1.5)
+        # What nobody may read: beyond a request's last token, in its last page.
+        dead = torch.ones(len(kv), dtype=torch.bool, device="cuda")
+        dead[batch.live_slots] = False
+        kv.view(torch.uint8)[dead] = 0x7F
+        check(q_nope, q_pe, kv, batch, row=row, queries=queries)
+        check(q_nope * 0, q_pe * 0, kv, batch, row=row, queries=queries)
+        check(q_nope * 1e30, q_pe * 1e30, kv, batch, row=row, queries=queries)
+        check(q_nope * 4, q_pe * 4, kv, batch, row=row, queries=queries, scale=0.037)
 
 
 @pytest.mark.parametrize("tail", [1.5, 3.0])

@@ -1,5 +1,6 @@
 """The decode's launch table: which row a batch takes, and that tuning keeps the fastest."""
 
+import itertools
 import json
 from dataclasses import asdict, replace
 
@@ -31,14 +32,22 @@ def test_the_kind_of_a_load(requests, live, load):
     assert launch.load_of(requests, live, 132) == load
 
 
+@pytest.mark.parametrize("heads, most", [(8, 16_896), (16, 16_896), (64, 4224), (128, 2112)])
+def test_with_many_heads_fewer_tokens_are_a_short_load(heads, most):
+    assert launch.load_of(1, most, 132, heads) == "short"
+    assert launch.load_of(1, most + 1, 132, heads) == "few"
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_load_and_head_count_has_a_row_that_says_what_stands_behind_it(arch):
     rows = launch.rows(arch)
-    for load in launch.LOADS:
-        heads = [r.heads for r in rows if r.load == load]
+    for load, page in itertools.product(launch.LOADS, (1, 64) if arch == "sm_90" else (1,)):
+        heads = [r.heads for r in rows if (r.load, r.page, r.scaled) == (load, page, False)]
         assert heads == sorted(set(heads)) and heads[0] == 8 and heads[-1] >= 64
     for row in rows:
         assert row.measured, row
+        assert row.kernel in ("words", "pairs", "warps")[: 3 if arch == "sm_90" else 2]
+        assert not (row.scaled and row.kernel == "warps"), "it reads no scales"
         assert row.tile <= max(8, row.heads) and row.block % 16 == 0
         if arch != "sm_90":
             assert "untuned" in row.measured
@@ -51,14 +60,36 @@ def test_a_device_takes_its_own_row_or_the_nearest_lower_architectures(monkeypat
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d, c=capability: c)
         assert launch.architecture(gpu) == arch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (9, 0))
-    for heads, wanted in ((4, 8), (8, 8), (9, 16), (20, 32), (128, 64)):
-        assert launch.launch_row(gpu, heads, 32, 262_144).heads == wanted
+    for heads, wanted in ((4, 8), (8, 8), (9, 16), (20, 32), (128, 128), (500, 128)):
+        for page in (1, 64):
+            row = launch.launch_row(gpu, heads, 32, 262_144, page)
+            assert (row.heads, row.page, row.kernel) == (wanted, page, "warps")
+        row = launch.launch_row(gpu, heads, 32, 262_144, page, scaled=True)
+        assert row.heads == min(wanted, 64) and row.kernel != "warps"
+    # A card that borrows Hopper's table cannot run Hopper's own kernel.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (8, 9))
+    assert launch.launch_row(gpu, 8, 32, 262_144, 64).kernel != "warps"
+
+
+def test_no_shape_is_both_tuned_and_reported():
+    assert not set(tune.SHAPES) & set(kernels.SHAPES)
+
+
+def test_a_mixed_batch_has_the_traces_lengths_and_is_freed(tiny):
+    lens = kernels.prompts(64)
+    assert lens == sorted(lens) and 900 < lens[31] < 1189 and 1000 < sum(lens) / 64 < 1400
+    pool = kernels.make_pool(tiny, torch.device("cpu"), 640, ("fp8",), page_size=64)
+    free = pool.allocator.free_tokens
+    batch = kernels.mixed(pool, [3, 64, 130])
+    assert batch.lens == (3, 64, 130) and len(batch.live_slots.unique()) == 197
+    pool.release(batch)
+    assert pool.allocator.free_tokens == free
 
 
 def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeypatch, tiny):
     """With made-up times that know one best row a load, the table ends up with that row."""
     (tmp_path / "launch").mkdir()
-    rows = [asdict(r) for r in launch.rows("sm_90") if r.heads == 8]
+    rows = [asdict(r) for r in launch.rows("sm_120") if r.heads == 8]
     (tmp_path / "launch/sm_90.json").write_text(
         json.dumps({"name": "sm_90", "source": {"title": "one GPU"}, "rows": rows})
     )
@@ -69,9 +100,9 @@ def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeyp
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(machine, "memory", lambda device: machine.Memory(1 << 40, 1 << 40))
     monkeypatch.setattr(machine, "device_title", lambda device: "A GPU")
-    monkeypatch.setattr(kernels, "SHAPES", ((1, 64), (1, 256), (8, 64)))
+    monkeypatch.setattr(tune, "SHAPES", ((1, 64), (1, 256), (8, 64)))
     small = kernels.make_pool(tiny, torch.device("cpu"), 512, ("fp8",))
-    monkeypatch.setattr(kernels, "make_pool", lambda *a: small)
+    monkeypatch.setattr(kernels, "make_pool", lambda *a, **b: small)
     compiles = lambda codes, *_: {c for c in codes if c.warps != 8}  # noqa: E731
     monkeypatch.setattr(tune, "compiled", compiles)
     best = {"short": (32, 2, 1), "few": (64, 4, 2), "many": (16, 2, 4)}
@@ -81,7 +112,7 @@ def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeyp
         right = (row.block, row.warps, row.blocks_per_sm) == best[row.load]
         wrong_output = row.blocks_per_sm == 2 and row.block == 32  # fast, and wrong
         ms = 0.1 if wrong_output else 1.0 if right and row.pipe else 2.0
-        return timing.Timing(ms, 0.0, 5), 1.0 if wrong_output else 1e-3
+        return timing.Timing(ms, 0.0, 5), 1.0 if wrong_output else 1e-3, 0.1
 
     monkeypatch.setattr(kernels, "time_attention", fake)
     launch.rows.cache_clear()

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.kernels import append, reference, widen
 from shadowkv_lab.kernels.reference import FP8, bits
 
@@ -118,6 +119,85 @@ def test_append_to_one_buffer_counts_nan_and_inf(device, kept):
     assert int(counters[1]) == 3
     written = (fp8 if kept == "fp8" else bf16).float()
     assert torch.equal(written[0], torch.ones(576, device=device))
+
+
+def guarded(rows, width, device, kind=torch.bfloat16):
+    """A buffer of rows between two guard rows, and the whole of it."""
+    whole = torch.full((rows + 2, width), 7.0, device=device).to(kind)
+    return whole[1:-1], whole
+
+
+def unharmed(whole):
+    edges = bits(whole)[[0, -1]]
+    return bool((edges == bits(torch.full_like(whole[:1], 7.0))).all())
+
+
+def test_append_reads_rows_that_lie_apart_and_keeps_the_last_of_a_slot(device):
+    """As in a larger activation; both buffers keep the same row, whichever program is first."""
+    wide = some_fp8(6, device, 5).bfloat16().repeat(1, 2)
+    rows = wide[:, 64:640]
+    slots = torch.tensor([2, 5, 2, 0, 5, 2], device=device)
+    fp8, fp8_whole = guarded(8, 576, device, FP8)
+    bf16, bf16_whole = guarded(8, 576, device)
+    append.append(rows, slots, fp8, bf16, torch.zeros(2, dtype=torch.int32, device=device))
+    for slot, row in ((2, 5), (5, 4), (0, 3)):
+        assert torch.equal(bf16[slot], rows[row]) and torch.equal(fp8[slot].bfloat16(), rows[row])
+    assert (bf16[[1, 3, 4, 6, 7]] == 7).all() and unharmed(fp8_whole) and unharmed(bf16_whole)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_append_counts_rows_for_slots_that_do_not_exist_and_writes_none(device, size):
+    rows = torch.ones(3, 576, device=device).bfloat16()
+    bf16, whole = guarded(4, 576, device)
+    counters = torch.zeros(size, dtype=torch.int32, device=device)
+    append.append(rows, torch.tensor([-1, 4, 2], device=device), None, bf16, counters)
+    assert unharmed(whole) and (bf16[:2] == 7).all() and (bf16[2] == 1).all()
+    assert int(counters[-1]) == 2 and int(counters.sum()) == 2
+
+
+def test_widening_a_slot_that_does_not_exist(device):
+    """NaN where its row would be gathered; a mirror is left alone; a count beyond the list, too."""
+    fp8, fp8_whole = guarded(4, 576, device, FP8)
+    slots = torch.tensor([3, 4, -1, 0], device=device)
+    many = torch.tensor([9], dtype=torch.int32, device=device)
+    out, whole = guarded(4, 576, device)
+    widen.gather_cast(fp8, slots, out, many)
+    assert out[[1, 2]].isnan().all() and (out[[0, 3]] == 7).all() and unharmed(whole)
+    mirror, whole = guarded(4, 576, device)
+    mirror.zero_()
+    widen.refresh(fp8, slots, mirror, many)
+    assert (mirror[[0, 3]] == 7).all() and not mirror[[1, 2]].any() and unharmed(whole)
+    assert unharmed(fp8_whole)
+
+
+def refused(call, *arguments):
+    with pytest.raises(OutOfRange) as error:
+        call(*arguments)
+    return error.value
+
+
+def test_the_door_refuses_what_a_kernel_would_misread(device):
+    fp8, slots = some_fp8(8, device), torch.arange(4, device=device)
+    out = torch.zeros(8, 576, device=device).bfloat16()
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    e5m2 = fp8.view(torch.uint8).view(torch.float8_e5m2)
+    assert "e5m2" in refused(widen.cast, e5m2, out).what
+    assert "float16" in refused(widen.cast, fp8, out.half()).what
+    refused(widen.cast, fp8, out[:4])
+    refused(widen.cast, fp8[:, :512], out[:, :512])
+    refused(widen.gather_cast, fp8, slots, out[:3])
+    refused(widen.gather_cast, fp8, slots, out[:, :512].contiguous())
+    refused(widen.gather_cast, fp8, slots.float(), out)
+    refused(widen.gather_cast, fp8, slots.repeat(2)[::2], out)
+    refused(widen.refresh, fp8, slots, out[:4])
+    rows = out[:4] + 1
+    refused(append.append, rows.float(), slots, fp8, out, counters)
+    refused(append.append, rows[:, :512], slots, fp8, out, counters)
+    refused(append.append, rows, slots[:3], fp8, out, counters)
+    refused(append.append, rows, slots, e5m2, out, counters)
+    refused(append.append, rows, slots, fp8, out[:4], counters)
+    refused(append.append, rows, slots, fp8, out, counters[:1])
+    assert not out.any(), "refused before anything is written"
 
 
 @pytest.mark.gpu
