@@ -100,9 +100,10 @@ SCRIPT = r"""
   const data = JSON.parse(spec.textContent), root = document.getElementById(spec.dataset.place);
   const text = s => String(s).replace(/[&<>"]/g, c => '&#' + c.charCodeAt(0) + ';');
   const number = (x, digits = 1) =>
-    x.toLocaleString('en', {minimumFractionDigits: digits, maximumFractionDigits: digits});
+    Number(x).toLocaleString('en', {minimumFractionDigits: digits, maximumFractionDigits: digits});
   const units = {pool: 'token', concurrency: 'request', context: 'token'};
-  const at = {...data.start};
+  const at = {};  // numbers alone reach the page's own HTML, whoever wrote the notebook
+  for (const name in units) at[name] = Number(data.start[name]);
   const place = (x, knots) => {
     x = Math.min(Math.max(x, knots[0]), knots.at(-1));
     let i = 0;
@@ -169,11 +170,11 @@ SCRIPT = r"""
       const short = a.running < at.concurrency;
       const parts = shades.map(([phase, shade], i) => [phase, a.phases[i], shade]);
       const bar = parts.map(([, ms, shade]) => `<i style="flex:0 0 ${80 * ms / longest}%;`
-        + `background:${colour};opacity:${shade}"></i>`).join('')
+        + `background:${colour};opacity:${Number(shade)}"></i>`).join('')
         + `<i style="flex:0 0 ${80 * a.rest / longest}%;background:#c9ced6"></i>`
         + `<span>${number(a.ms)}</span>`;
       const told = parts.filter(p => p[1] >= 0.005)
-        .map(([phase, ms]) => `${phase} ${number(ms, ms >= 10 ? 1 : 2)}`).join(', ');
+        .map(([phase, ms]) => `${text(phase)} ${number(ms, ms >= 10 ? 1 : 2)}`).join(', ');
       return `<tr${a === best ? ' class=sk-lead' : ''}>${name}</span>`
         + (short ? `<small>${a.running} of ${at.concurrency} run</small>` : '')
         + `</td><td><div class=sk-bar>${bar}</div><small>${told}</small></td>`
@@ -204,7 +205,7 @@ SCRIPT = r"""
   };
   for (const input of inputs)
     input.addEventListener('input', () => {
-      at[input.dataset.name] = data.sliders[input.dataset.name][Number(input.value)];
+      at[input.dataset.name] = Number(data.sliders[input.dataset.name][Number(input.value)]);
       history.replaceState(null, '', '#' + new URLSearchParams(at));
       show();
     });

@@ -63,3 +63,19 @@ def test_an_address_cannot_say_what_no_slider_has(page_file, browser):
     )
     assert "1,024 tokens" in page.locator("label", has_text="context").inner_text()
     assert page.locator("img").count() == 0
+
+
+def test_a_notebook_of_somebody_else_cannot_put_marks_into_the_page(browser, tmp_path):
+    data, mark = live.payload(), "<img src=x>"
+    data["server"] = mark
+    data["shades"] = [[f"{name}{mark}", f'1">{mark}'] for name, _ in data["shades"]]
+    for strategy in data["strategies"]:
+        strategy |= dict.fromkeys(("title", "untried", "line"), mark) | {"colour": f'red">{mark}'}
+    output = nbformat.v4.new_output("display_data", {live.SCREEN: data})
+    cell = nbformat.v4.new_code_cell("", outputs=[output], execution_count=1)
+    path = tmp_path / "theirs.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    page = browser.new_context().new_page()
+    page.goto(f"file://{export.export(path, tmp_path / 'theirs.html')}")
+    assert mark in page.locator(".sk-answer").inner_text(), "said as text"
+    assert page.locator("img").count() == 0
