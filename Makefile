@@ -32,7 +32,7 @@ notebooks: setup
 export: setup
 	for nb in notebooks/*.ipynb; do $(BIN)/shadowkv export "$$nb" || exit 1; done
 
-# What the notebooks must reach: key press to figure, import, notebook 4.
+# What the notebooks must reach: key press to figure, import, 02_glm5_report.
 bench-ui: setup
 	$(BIN)/python scripts/bench_ui.py
 

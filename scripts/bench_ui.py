@@ -2,7 +2,7 @@
 
 Key press to changed figure in JupyterLab and Chromium: from the keydown event on the slider to
 plotly.js' word that it has drawn the bars anew. Then what importing the lab adds to torch, and how
-long notebook 4 takes.
+long 02_glm5_report takes.
 """
 
 import shutil
@@ -93,7 +93,7 @@ def import_seconds(statement: str, runs: int = 3) -> float:
 
 
 def first_view_ms(runs: int = 5) -> float:
-    """The decode lab's first view after a warm import, in the median of clean processes."""
+    """The first view of recorded runs after a warm import, in the median of clean processes."""
     code = (
         "import time; from shadowkv_lab.ui import decode; t = time.perf_counter(); "
         "view = decode.step_view(); [figure for figure in view.figures]; "
@@ -106,7 +106,7 @@ def first_view_ms(runs: int = 5) -> float:
     return statistics.median(float(r.stdout) for r in ran)
 
 
-def notebook_seconds(name: str = "04_reproduce_glm5.ipynb") -> float:
+def notebook_seconds(name: str = "02_glm5_report.ipynb") -> float:
     """How long a notebook takes to execute from a clean kernel."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -132,8 +132,8 @@ def main() -> int:
         "s",
         note,
     )
-    row("first view of the decode lab", first_view_ms(), VIEW_MS, "ms", "recorded runs read anew")
-    row("notebook 4 executes in", notebook_seconds(), NOTEBOOK_S, "s")
+    row("first view of recorded runs", first_view_ms(), VIEW_MS, "ms", "recorded runs read anew")
+    row("02_glm5_report executes in", notebook_seconds(), NOTEBOOK_S, "s")
     if shutil.which("chromium") is None:
         print("key press to changed figure: no chromium on the PATH, not measured")
         return 1

@@ -104,13 +104,13 @@ def test_reproduce_with_its_notebook(installed):
     small = "--pool-tokens", "2048", "--context", "128", "--no-profile", "--notebook"
     said = installed("reproduce", "--out", "out", *small)
     assert "The verdict" in said
-    cells = json.loads((installed.home / "out/01_decode_lab.ipynb").read_text())["cells"]
+    cells = json.loads((installed.home / "out/a5_recorded_runs.ipynb").read_text())["cells"]
     assert [c for c in cells if c.get("outputs")]
 
 
 def test_notebook_05_by_its_name(installed):
     pytest.importorskip("transformers")
-    assert "wrote 05_accuracy.ipynb" in installed("run-notebook", "05_accuracy")
+    assert "wrote a2_accuracy.ipynb" in installed("run-notebook", "a2_accuracy")
 
 
 def test_the_plug_ins_entry_point_resolves(installed):

@@ -164,7 +164,7 @@ def reproduce(
     pool_tokens: Annotated[int | None, typer.Option(help="The largest that is quick here.")] = None,
     gpu: Gpu = REPORT_CARD,
     out: Annotated[Path, typer.Option(help="Where the files go.")] = Path("out/reproduce"),
-    notebook: Annotated[bool, typer.Option(help="Execute the decode lab's notebook too.")] = False,
+    notebook: Annotated[bool, typer.Option(help="Execute a5_recorded_runs too.")] = False,
     profile: Annotated[bool, typer.Option(help="Profile one step of two strategies.")] = True,
 ) -> None:
     """Re-derive the GLM-5 report, measure it here, and say what does not add up.
@@ -196,8 +196,8 @@ def reproduce(
         from shadowkv_lab.ui import notebooks
 
         with progress(quiet=False) as report:
-            report("executing the decode lab", 0.5)
-            target = out / "01_decode_lab.ipynb"
+            report("executing a5_recorded_runs", 0.5)
+            target = out / "a5_recorded_runs.ipynb"
             lab = facts.shipped("notebooks") / target.name
             files.append(notebooks.execute(lab, target, folder=out))
     console.print("\nwrote " + ", ".join(str(f) for f in files))

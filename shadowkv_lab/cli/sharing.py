@@ -62,7 +62,7 @@ def run_notebook(
 ) -> None:
     """Execute a notebook from a clean kernel, with other parameters if asked for.
 
-    The name of one that the lab ships, such as 05_accuracy, stands for it: a copy is written.
+    The name of one that the lab ships, such as a2_accuracy, stands for it: a copy is written.
     """
     from shadowkv_lab import facts
     from shadowkv_lab.ui import notebooks

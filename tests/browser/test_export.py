@@ -54,7 +54,7 @@ def test_every_plot_is_drawn_offline(browser, tmp_path, pictures, name):
 
 def test_plots_are_live(browser, tmp_path):
     """Hovering a bar says its bytes: the plot is no picture."""
-    path = export.export(ROOT / "notebooks" / "01_decode_lab.ipynb", tmp_path / "x.html")
+    path = export.export(ROOT / "notebooks" / "a5_recorded_runs.ipynb", tmp_path / "x.html")
     page, _, errors = opened(browser, path)
     bar = page.locator("#plot-0 .bars path").first
     bar.scroll_into_view_if_needed()

@@ -42,10 +42,10 @@ def opened_and_run(name):
     return opened
 
 
-decode = opened_and_run("01_decode_lab")
-memory = opened_and_run("03_memory_budget")
-reproduction = opened_and_run("04_reproduce_glm5")
-serving = opened_and_run("06_serving")
+decode = opened_and_run("a5_recorded_runs")
+memory = opened_and_run("03_memory_and_card")
+reproduction = opened_and_run("02_glm5_report")
+serving = opened_and_run("04_under_traffic")
 
 
 def press(app, label, key, **until):
@@ -182,7 +182,7 @@ def test_what_jupyterlab_saves_can_be_read_without_a_kernel(
     decode, folder, lab_without_kernels, browser
 ):
     """JupyterLab keeps a widget's view without its state: that must not reach the file."""
-    path = folder / "01_decode_lab.ipynb"
+    path = folder / "a5_recorded_runs.ipynb"
     before = path.stat().st_mtime_ns
     decode.page.keyboard.press("Control+s")
     for _ in range(100):

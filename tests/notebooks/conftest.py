@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def executed(tmp_path_factory):
-    """`executed("04_reproduce_glm5")`: that notebook after a run from a clean kernel."""
+    """`executed("02_glm5_report")`: that notebook after a run from a clean kernel."""
     folder, done = tmp_path_factory.mktemp("notebooks"), {}
     patch = pytest.MonkeyPatch()
     # Two threads on busy cores wait for each other; what is asserted here does not need them.

@@ -52,7 +52,32 @@ def test_runs_and_gives_what_is_committed(executed, name):
         for of in (fresh, committed)
     ]
     assert kinds[0] == kinds[1]
-    assert _untimed(fresh) == _untimed(committed), "run make notebooks"
+    assert len(_untimed(fresh)) == len(_untimed(committed)), "run make notebooks"
+    for now, then in zip(_untimed(fresh), _untimed(committed), strict=True):
+        assert _alike(now, then), f"{now!r}, committed as {then!r}: run make notebooks"
+
+
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def _alike(one, other):
+    """The same words, and numbers that differ by no more than one unit of their last digit.
+
+    Another CPU sums float32 in another order: a mean of 2.565 % is printed as 2.56 or 2.57.
+    """
+    numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(t)] for t in (one, other)]
+    digits = [len(n.partition(".")[2]) for n in NUMBER.findall(one)]
+    return NUMBER.sub("#", one) == NUMBER.sub("#", other) and all(
+        abs(a - b) <= (1.01 * 10.0**-d if d else 0)
+        for a, b, d in zip(*numbers, digits, strict=True)
+    )
+
+
+def test_alike_forgives_a_rounding_and_nothing_else():
+    assert _alike("off by 2.56%", "off by 2.57%")
+    assert not _alike("off by 2.56%", "off by 2.58%")
+    assert not _alike("65 of 78 layers", "66 of 78 layers")
+    assert not _alike("a shadow wins: 2.5", "a BF16 pool wins: 2.5")
 
 
 def _untimed(notebook):
@@ -84,42 +109,38 @@ def recorded(strategy, pool_tokens, concurrency=1, context=1024):
     raise LookupError(strategy)
 
 
-def test_the_decode_lab_states_the_recorded_ratio(executed):
-    said = titles(executed("01_decode_lab"))
+def test_recorded_runs_state_the_recorded_ratio(executed):
+    said = titles(executed("a5_recorded_runs"))
     ratio = recorded("full_cast", 495_616) / recorded("shadow", 495_616)
     grown = recorded("full_cast", 495_616) / recorded("full_cast", 65_536)
     assert f"{ratio:.1f} times shorter" in said[0]
     assert f"grows {grown:.1f} times" in said[1]
 
 
-def test_the_budget_states_the_case(executed):
+def test_the_budget_states_the_report(executed):
     """25.49 GiB, the report's 495,616 FP8 rows, in rows of 576, 1152 and 1728 B and index keys."""
-    if "03_memory_budget" not in NAMES:
-        pytest.skip("no notebook 3 yet")
     kept = 495_616 * (576 + 132)  # bytes per layer; an engine keeps whole pages of 64
     held = [kept // (row + 132) // 64 * 64 for row in (576, 1152, 1728)]
-    text = everything(executed("03_memory_budget"))
+    text = everything(executed("03_memory_and_card"))
     assert all(f"{tokens:,}" in text for tokens in held), held
     heading = ", ".join(f"{tokens / 1000:.1f}K" for tokens in held)
-    assert heading in prose("03_memory_budget")
+    assert heading in prose("03_memory_and_card")
 
 
-def test_the_reproduction_states_the_case(executed):
-    if "04_reproduce_glm5" not in NAMES:
-        pytest.skip("no notebook 4 yet")
-    text = everything(executed("04_reproduce_glm5"))
+def test_the_reproduction_states_the_report(executed):
+    text = everything(executed("02_glm5_report"))
     before, after, cast = 95.6, 74.1, 64.6
     for number in (before - after, after - (before - cast), before - cast):
         assert f"{number:.1f}" in text
     assert f"{78 * 495_616 * 1728 / 1e9:.1f}" in text, "GB that a step's cast moves"
-    assert f"{1000 / before:.1f} to {1000 / after:.1f} tok/s" in prose("04_reproduce_glm5")
+    assert f"{1000 / before:.1f} to {1000 / after:.1f} tok/s" in prose("02_glm5_report")
 
 
 def test_the_serving_notebook_states_its_assumptions(executed):
     from shadowkv_lab.serving.blocks import BlockManager
     from shadowkv_lab.serving.simulate import PREFILL_TOKENS_PER_S
 
-    text, ran = prose("06_serving"), executed("06_serving")
+    text, ran = prose("04_under_traffic"), executed("04_under_traffic")
     watermark = inspect.signature(BlockManager).parameters["watermark"].default
     assert f"{PREFILL_TOKENS_PER_S:,.0f} tokens/s" in text
     assert f"watermark of {100 * watermark:.0f} %" in text
@@ -138,6 +159,6 @@ def test_the_serving_notebook_states_its_assumptions(executed):
 
 def test_accuracy_orders_the_storages(executed):
     """A scale per 128 values beats none, in every title that compares them."""
-    said = titles(executed("05_accuracy"))[0]
+    said = titles(executed("a2_accuracy"))[0]
     unscaled, scaled = (float(x) for x in re.findall(r"([\d.]+)%", said)[:2])
     assert scaled < unscaled

@@ -8,7 +8,7 @@ nothing unless SHADOWKV_STRATEGY is set:
     SHADOWKV_CHECK      compare mirror and pool after every so many forward passes, outside graphs
 
 Written against SGLang 0.5.23's source and tested on its real classes on a CPU; what has not been
-run in a live server is listed in notebooks/07_on_the_box.ipynb.
+run in a live server is listed in notebooks/05_on_your_server.ipynb.
 """
 
 import os
