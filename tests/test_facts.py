@@ -72,7 +72,7 @@ def test_files_of_both_layers_by_name(own):
     assert facts.DATA / "runs/h200_grid.jsonl" not in found
     assert [p for p, _ in facts.stamps("runs", "*.jsonl")] == found
     assert facts.path("runs", "h200_grid.jsonl") == mine[1]
-    assert facts.path("runs", "h200_ncu.json") == facts.DATA / "runs/h200_ncu.json"
+    assert facts.path("runs", "h200_profile.json") == facts.DATA / "runs/h200_profile.json"
     assert facts.target("launch", "sm_90.json") == mine[0].parents[1] / "launch/sm_90.json"
 
 

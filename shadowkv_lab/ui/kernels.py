@@ -30,9 +30,12 @@ MOVERS = ("cast", "torch copy_", "torch.compile", "gather_cast", "torch index_se
 TABLE = ("kernel", "shape", "heads", "ms", "gb_per_s", "of_copy", "error", "ratio")
 
 
-def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
-    """Rows of a `shadowkv bench kernels --record` file, the newest of data/runs if none is named,
-    and where they come from. Raises `BadFile`."""
+def recorded(path: str | Path | None = None, kernel: str = "cast") -> tuple[pd.DataFrame, dict]:
+    """Rows of a `shadowkv bench kernels --record` file, and where they come from.
+
+    If no path is given, the newest file of data/runs that has this kernel is taken. Raises
+    `BadFile`.
+    """
     paths = [Path(path)] if path else facts.files("runs", "*kernels.json")
     if not paths:
         raise BadFile(
@@ -41,7 +44,10 @@ def recorded(path: str | Path | None = None) -> tuple[pd.DataFrame, dict]:
             "Record one on a GPU: shadowkv bench kernels --record FILE",
         )
     files = [_recorded(Path(path))] if path else [f for _, f in facts.each(paths, _recorded)]
-    newest = max(files, key=lambda file: file.origin.date)
+    having = [file for file in files if any(row.kernel == kernel for row in file.rows)]
+    if not having:
+        raise BadFile(f"No kernel benchmark has the kernel {kernel}", "shadowkv bench kernels")
+    newest = max(having, key=lambda file: file.origin.date)
     rows = pd.DataFrame([asdict(row) for row in newest.rows])
     # Of several page sizes the largest, which DSA models run; a file of one names none.
     rows = rows[rows.page_size.isin([0, rows.page_size.max()])]
@@ -90,9 +96,9 @@ def decode_bandwidth(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Fig
 
 
 def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
-    """Decode attention in ms per step: ours, FlashInfer's better BF16, its better FP8."""
+    """Decode attention in ms per step: ours, and each library's BF16 and FP8 kernels."""
     ours = _better(rows[(rows.heads == heads) & rows.error.notna()])
-    ratios = ours[ours.kernel == "flashinfer bf16"].ratio
+    ratios = against(rows, "bf16")[heads]
     traces = _bars(ours, "ms", ",.2f", " ms", lambda row: f"{row.gb_per_s:,.0f} GB/s")
     floor = ours[ours.kernel == "fused_fp8"]
     mark = {"symbol": "line-ew-open", "size": 34, "line": {"width": 4}}
@@ -110,7 +116,7 @@ def decode_time(rows: pd.DataFrame, origin: dict, heads: int = 8) -> go.Figure:
     return charts.figure(
         charts.heading(
             f"With {heads} heads the FP8 decode takes {ratios.min():.2f} to {ratios.max():.2f} of "
-            "FlashInfer's BF16 time",
+            "the fastest BF16 kernel's time",
             f"attention of all layers, recorded on {origin['device']}",
         ),
         traces,
@@ -155,25 +161,6 @@ def _bars(rows: pd.DataFrame, column: str, form: str, unit: str, hover) -> list[
     return traces
 
 
-def limits(heads: int = 8, path: str | Path | None = None) -> str:
-    """What ncu found of the decode with this many heads, in a sentence. Raises `BadFile`."""
-    path = path or facts.path("runs", "h200_ncu.json")
-    try:
-        entry = read_json(path)
-        seen = {k["heads"]: k for k in entry["kernels"]}
-        k = seen[min(seen, key=lambda n: abs(n - heads))]
-        return (
-            f"At {k['shape']} and {k['heads']} heads ncu finds memory {k['memory_percent']:.0f} % "
-            f"busy, shared memory {k['shared_percent']:.0f} % and issue slots "
-            f"{k['issue_percent']:.0f} % ({entry['origin']['device']}, its clock locked at "
-            f"{entry['origin']['sm_clock_mhz'] / 1000:.2f} GHz). {k['registers']} registers per "
-            f"thread and {k['shared_kb']:.0f} KB per block allow {k['warps_per_sm']} warps on a "
-            "multiprocessor, too few to hide every load: the rest is waiting."
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadFile(f"{path} is no record of ncu's ({error!r})", "data/runs/*_ncu.json") from None
-
-
 def _better(rows: pd.DataFrame) -> pd.DataFrame:
     """The better of fa2 and fa3 at each shape speaks for FlashInfer."""
     rows = rows.assign(kernel=rows.kernel.str.replace(r" fa\d$", "", regex=True))
@@ -181,11 +168,11 @@ def _better(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.loc[best]
 
 
-def against_bf16(rows: pd.DataFrame) -> pd.DataFrame:
-    """Ours over FlashInfer's better BF16 time, by shape and head count."""
-    better = _better(rows[rows.error.notna()])
-    peers = better[better.kernel == "flashinfer bf16"]
-    ratios = peers.pivot(index="shape", columns="heads", values="ratio")
+def against(rows: pd.DataFrame, reads: str) -> pd.DataFrame:
+    """Our decode's time over that of the fastest peer that reads "bf16" or "native_fp8" rows, by
+    shape and head count."""
+    peers = rows[rows.error.notna() & rows.kernel.str.contains(f" {reads}")]
+    ratios = peers.pivot_table(index="shape", columns="heads", values="ratio", aggfunc="max")
     return ratios.loc[[*peers["shape"].unique()]]
 
 
@@ -227,23 +214,25 @@ def verdict(worth: pd.DataFrame) -> str:
 
 
 def _heads(settings: dict) -> list[int]:
-    return sorted({int(n) for n in recorded()[0].heads if n > 0})
+    return sorted({int(n) for n in recorded(kernel="fused_fp8")[0].heads if n > 0})
 
 
 @application("shadowkv_lab.ui.kernels.kernels_app")
 def kernels_view(heads: Annotated[int, Menu("heads per GPU", _heads)] = 8) -> View:
     """Each kernel of the lab beside its peers, as recorded: bandwidth, and decode attention."""
-    rows, origin = recorded()
+    movers, copied = recorded()
+    rows, origin = recorded(kernel="fused_fp8")
     if heads not in (known := _heads({})):
         raise OutOfRange(f"{heads} heads", f"recorded ones: {', '.join(map(str, known))}")
     figures = [
-        bandwidth(rows, origin),
+        bandwidth(movers, copied),
         decode_time(rows, origin, heads),
         decode_bandwidth(rows, origin, heads),
     ]
-    shown = rows[rows.heads.isin([0, heads])]
+    shown = pd.concat([movers[movers.heads == 0], rows[rows.heads == heads]])
     shown = shown.assign(heads=shown.heads.where(shown.heads > 0))
-    return View(figures, f"<b>recorded</b> on {origin['device']}. {limits(heads)}", shown, TABLE)
+    note = f"<b>recorded</b> on {origin['device']}, page size {rows.page_size.max()}"
+    return View(figures, note, shown, TABLE)
 
 
 kernels_app = kernels_view.app
