@@ -73,7 +73,7 @@ def measure(
     strategies: Annotated[
         str, typer.Option(help="Such as full_cast,shadow(layers=26); or all.")
     ] = "full_cast,bf16_pool,shadow,gather_cast",
-    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads per GPU (default: TP 8).")] = None,
     device: Device = None,
     backend: Annotated[
         str, typer.Option(help="auto, reference, flashinfer_fa2, flashinfer_fa3")

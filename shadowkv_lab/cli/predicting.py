@@ -133,7 +133,7 @@ def predict(
     pool_tokens: int = 495_616,
     concurrency: int = 1,
     context: int = 1024,
-    heads: Annotated[int | None, typer.Option(help="Query heads a GPU (default: TP8).")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads per GPU (default: TP 8).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict each strategy's step on a card, with the provenance of every phase."""

@@ -38,7 +38,7 @@ def simulate(
         ),
     ],
     deployment: Annotated[
-        str | None, typer.Option(help="A published one: case, rtx6kpro or sglang-35291.")
+        str | None, typer.Option(help="A published one, such as glm5-report or sglang-35291.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A name, or a config.json.")] = None,
     gpu: Annotated[str | None, typer.Option(help="A card of data/gpus.")] = None,

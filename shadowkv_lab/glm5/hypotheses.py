@@ -14,7 +14,7 @@ import pandas as pd
 
 from shadowkv_lab import facts, machine
 from shadowkv_lab.deployment import GIB
-from shadowkv_lab.glm5.case import DERIVED, Server, published, server
+from shadowkv_lab.glm5.reported import DERIVED, Server, published, server
 from shadowkv_lab.provenance import Provenance, assumed
 from shadowkv_lab.steps.fit import Fit, fit
 from shadowkv_lab.steps.predict import at, predict_at

@@ -12,7 +12,7 @@ import torch
 from shadowkv_lab import machine
 from shadowkv_lab.errors import LabError, WrongResult
 from shadowkv_lab.files import ready, write
-from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.glm5 import hypotheses, reported, verdict
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load, check_size
@@ -63,7 +63,7 @@ def measured(steps: Sequence[Step], rest: Rest) -> pd.DataFrame:
     Steps over a smaller pool are scaled to the report's by each phase's bytes and say so. The
     rest is the report's, the step another machine's: every TPOT here is a replay.
     """
-    P = case.published()["pool_tokens"]
+    P = reported.published()["pool_tokens"]
     rows = []
     for seen in steps:
         step, running = resized(seen, P), seen.setting.load.concurrency
@@ -113,7 +113,7 @@ def recorded_steps(
     steps: Sequence[Step] | None = None,
 ) -> list[Step]:
     """The newest recorded steps of the report's model at its pool, one load, on one card."""
-    published = case.published()
+    published = reported.published()
     model = load_model(published["model"]).name
     load = Load(concurrency, context or published["default_context"])
     wanted = (card, model, pool_tokens or published["pool_tokens"], load)
@@ -131,8 +131,8 @@ def bench_here(
     progress: Progress = lambda text, done: None,
 ) -> decode.Bench:
     """A bench for the report's model and heads on this machine."""
-    model = model or load_model(case.published()["model"])
-    heads = model.heads_per_gpu(case.published()["tensor_parallel"])
+    model = model or load_model(reported.published()["model"])
+    heads = model.heads_per_gpu(reported.published()["tensor_parallel"])
     return decode.Bench(
         model, heads, machine.as_device(device), modes=("graph",), progress=progress
     )
@@ -140,11 +140,16 @@ def bench_here(
 
 def pool_here(bench: decode.Bench) -> int:
     """The report's pool, or the largest of whole pages that a shadow beside FP8 leaves room for."""
-    P = case.published()["pool_tokens"]
+    P = reported.published()["pool_tokens"]
     if bench.device.type == "cpu":
         return CPU_POOL_TOKENS
     a_token = parse("shadow").token_bytes(bench.model)
-    fits = int(0.95 * machine.memory(bench.device).free_bytes) // a_token // case.PAGE * case.PAGE
+    fits = (
+        int(0.95 * machine.memory(bench.device).free_bytes)
+        // a_token
+        // reported.PAGE
+        * reported.PAGE
+    )
     return min(P, fits)
 
 
@@ -196,7 +201,7 @@ def same_bits(bench: decode.Bench, layers: int = 2, pool_tokens: int = 1024) -> 
     )
 
 
-def checks_of(lines: Sequence[case.Line]) -> list[Check]:
+def checks_of(lines: Sequence[reported.Line]) -> list[Check]:
     """One check for each derived figure that was published."""
     return [
         Check(
@@ -213,25 +218,25 @@ def tables_of(
     steps: Sequence[Step], card: str, context: int
 ) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
     """All tables with their texts, the cheapest remedy first; `steps` are those of "measured"."""
-    of, kept = case.server(), recorded()
+    of, kept = reported.server(), recorded()
     rest = verdict.report_rest(card, context)
     found = {
         "smaller_pools": verdict.smaller_pools(card, context, rest=rest),
         "arithmetic": pd.DataFrame(
             [
                 {**asdict(x), "agrees": x.agrees, "provenance": str(x.provenance)}
-                for x in case.arithmetic()
+                for x in reported.arithmetic()
             ]
         ),
         "measured": measured(steps, rest),
         "does_not_add_up": hypotheses.recorded_hypotheses(of),
-        "taken_away": case.taken_away(),
+        "taken_away": reported.taken_away(),
         "same_class": hypotheses.same_class(),
-        "faster_cast": case.faster_cast(kept),
-        "sglang_35291": case.check_deepseek(fit.fit(), kept),
+        "faster_cast": reported.faster_cast(kept),
+        "sglang_35291": reported.check_deepseek(fit.fit(), kept),
         "verdict": verdict.verdict(card, context, rest=rest),
     }
-    published = case.published()
+    published = reported.published()
     notes = {
         "smaller_pools": verdict.flag_first(found["smaller_pools"]),
         "measured": f"TPOT = rest + step: a replay of the GLM-5 report's rest, {rest(1):.1f} ms "
@@ -260,7 +265,7 @@ def run(
     A strategy that is wrong is a failed check, and `ok` is False. Raises `OutOfRange`,
     `DoesNotFit` and `CannotWrite` before anything is measured.
     """
-    published = case.published()
+    published = reported.published()
     context = published["default_context"] if context is None else context
     card = machine.card(card or published["gpu"][-1]).name
     bench, out = bench_here(device, progress=progress), Path(out)
@@ -273,7 +278,7 @@ def run(
     runs, checks = measure_here(bench, pool_tokens, context, keep=partial(append, growing))
     if runs:
         os.replace(growing, files[0])
-    checks = [*checks_of(case.arithmetic()), same_bits(bench), *checks]
+    checks = [*checks_of(reported.arithmetic()), same_bits(bench), *checks]
     title = machine.device_title(bench.device)
     tables, notes = tables_of([*runs, *recorded_steps(context=context)], card, context)
     if disturbed := [s.strategy.label for s in runs if s.noisy]:

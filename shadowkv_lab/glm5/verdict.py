@@ -6,7 +6,7 @@ from dataclasses import replace
 import pandas as pd
 
 from shadowkv_lab.deployment import GIB, Deployment, published_deployment
-from shadowkv_lab.glm5.case import REPORT, published
+from shadowkv_lab.glm5.reported import REPORT, published
 from shadowkv_lab.load import Load
 from shadowkv_lab.provenance import assumed
 from shadowkv_lab.steps.answer import Answer, answer, answers

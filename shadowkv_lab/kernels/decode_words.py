@@ -1,6 +1,6 @@
 """The decode kernel that widens rows on their way into shared memory.
 
-With 8 heads a GPU the usual order, heads as the 16 or 64 rows of a matrix tile, wastes half of it
+With 8 heads per GPU the usual order, heads as the 16 or 64 rows of a matrix tile, wastes half of it
 or more. There a tile's rows are tokens: scores are `K q^T`, outputs `K^T p`, both full. From 16
 heads up the heads fill the rows: `q K^T` and `p K`. One kernel does both; HEAD and TOKEN are the
 axes of heads and of tokens (or latent values) in its tiles. A block of rows is read as 32-bit

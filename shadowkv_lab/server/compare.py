@@ -15,7 +15,7 @@ from shadowkv_lab.budget import Budget, budget
 from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import BadFile, LabError, NoAnswer, whole
 from shadowkv_lab.glm5 import hypotheses
-from shadowkv_lab.glm5.case import Server
+from shadowkv_lab.glm5.reported import Server
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model

@@ -64,7 +64,7 @@ def point(contender: Contender, concurrency: int, context: int) -> Point:
             f"{contender.name} keeps {contender.capacity_tokens:,} tokens, below one request "
             f"of {context:,}",
             f"contexts up to {contender.capacity_tokens:,}",
-            "Take a strategy that keeps fewer bytes a token, or a larger card",
+            "Take a strategy that keeps fewer bytes per token, or a larger card",
         )
     step_ms = contender.step(running, running * context)
     return Point(

@@ -68,7 +68,7 @@ def bench(
 ) -> Iterator[Row]:
     """Rows of cast, append, gather_cast and decode, ours first and then each peer.
 
-    Takes a pool of FP8 and BF16 rows (1,728 B a slot and layer), for each page size in turn.
+    Takes a pool of FP8 and BF16 rows (1,728 B per slot and layer), for each page size in turn.
     Raises `CannotRun` on a machine without a GPU.
     """
     if device.type != "cuda":

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from shadowkv_lab import machine
 from shadowkv_lab.deployment import GIB
 from shadowkv_lab.errors import OutOfRange
-from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.glm5 import hypotheses, reported, verdict
 from shadowkv_lab.provenance import Kind
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.trace import Profile, short_name
@@ -29,7 +29,7 @@ TABLE = (
 
 def case_steps() -> go.Figure:
     """The report before and after its patch, without a cast, and a peer: what does not add up."""
-    of, peer = case.server(), hypotheses.same_class().iloc[1]
+    of, peer = reported.server(), hypotheses.same_class().iloc[1]
     bare = of.before_ms - of.cast_ms
     names = [
         "before (reported)",
@@ -63,7 +63,11 @@ def case_steps() -> go.Figure:
 
 def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> go.Figure:
     """Stacked TPOT of each row of a verdict: cast, attention and write, and the rest."""
-    of, best, whence = case.server(), table.loc[table.tokens_per_s.idxmax()], str(rest.provenance)
+    of, best, whence = (
+        reported.server(),
+        table.loc[table.tokens_per_s.idxmax()],
+        str(rest.provenance),
+    )
     full = table[table.strategy == "full_cast"].iloc[0]
     frame = table.assign(own_ms=table.step_ms - table.cast_ms)
     hover = {name: table.how for name in PARTS if "how" in table}
@@ -101,7 +105,7 @@ def _weaker(*words: str) -> str:
     return max(map(Kind, words)).value
 
 
-def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
+def hypotheses_bars(table: pd.DataFrame, of: reported.Server) -> go.Figure:
     """Predicted TPOT of each hypothesis beside the reported one; what fits and what does not."""
     names = [c.removeprefix("fits_") for c in table.columns if c.startswith("fits_")]
     # A row about one card is judged on that card, any other on all.
@@ -139,10 +143,10 @@ def hypotheses_bars(table: pd.DataFrame, of: case.Server) -> go.Figure:
     )
 
 
-def layers_and_pool(of: case.Server | None = None) -> go.Figure:
+def layers_and_pool(of: reported.Server | None = None) -> go.Figure:
     """TPOT over layers shadowed x pool tokens, with the line of the reported TPOT and of memory."""
-    of = of or case.server()
-    solved, card = hypotheses.line(of), machine.card(case.published()["gpu"][-1])
+    of = of or reported.server()
+    solved, card = hypotheses.line(of), machine.card(reported.published()["gpu"][-1])
     layers = list(range(0, of.layers + 1, 2))
     tokens = [round(of.pool_tokens * i / 40) for i in range(1, 41)]
     cells = hypotheses.grid(of, layers, tokens).pivot(
@@ -204,7 +208,7 @@ def _why(row, names: list[str]) -> str:
 def profile_bars(profiles: Sequence[Profile], rest: Rest) -> go.Figure:
     """Share of a profiled step's time by kernel, one bar per strategy."""
     tables = [p.table(5) for p in profiles]
-    first, of = profiles[0], case.server()
+    first, of = profiles[0], reported.server()
     share = of.cast_ms / (of.cast_ms + rest(1))
     names = [f"{charts.tag(p.strategy).title}, {p.total_ms:.1f} ms" for p in profiles]
     kernels = list(dict.fromkeys(k for t in tables for k in t.kernel if not k.endswith(" others")))
@@ -309,14 +313,14 @@ def follow(settings: dict, name: str | None) -> dict:
     names = ("before_ms", "after_ms", "pool_tokens", "layers")
     if name is not None or None not in [settings[n] for n in names]:
         return settings
-    of = case.server(*(settings[n] for n in names), cast_ms=settings["cast_ms"] or None)
+    of = reported.server(*(settings[n] for n in names), cast_ms=settings["cast_ms"] or None)
     return settings | {n: getattr(of, n) for n in names}
 
 
 @application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
 def reproduction_view(
     gpu: Annotated[
-        str, Menu("GPU", cards(lambda: case.published()["gpu"]), "GPU")
+        str, Menu("GPU", cards(lambda: reported.published()["gpu"]), "GPU")
     ] = "rtx-pro-6000-server",
     context: Context = 1024,
     concurrency: Concurrency = 1,
@@ -339,7 +343,7 @@ def reproduction_view(
     rest = verdict.report_rest(gpu, context, rest_ms or None)
     if not rest_grows:
         rest = Rest(rest(1), experts=0, provenance=rest.provenance)
-    of = case.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
+    of = reported.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
     table = hypotheses.recorded_hypotheses(of)
     found = verdict.verdict(gpu, context, concurrency, rest=rest)
     where = f"{machine.card(gpu).title}, {concurrency} x {context:,} tokens"

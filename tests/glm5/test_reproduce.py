@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shadowkv_lab.errors import BadFile, WrongResult
-from shadowkv_lab.glm5 import case, reproduce, verdict
+from shadowkv_lab.glm5 import reported, reproduce, verdict
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import trace as profiled
 from shadowkv_lab.steps.rest import Rest
@@ -109,14 +109,16 @@ def test_ranges_in_words():
 
 
 def test_checks_fail_when_a_published_figure_is_not_the_derived_one(monkeypatch):
-    good = reproduce.checks_of(case.arithmetic())
+    good = reproduce.checks_of(reported.arithmetic())
     assert all(c.ok for c in good)
     assert len(good) == 4
-    entry = case.published()
+    entry = reported.published()
     wrong = {**entry, "before": {**entry["before"], "tokens_per_s": 10.6}}
-    real = case.facts.find
-    monkeypatch.setattr(case.facts, "find", lambda *a: wrong if a[2] == case.REPORT else real(*a))
-    failed = [c for c in reproduce.checks_of(case.arithmetic()) if not c.ok]
+    real = reported.facts.find
+    monkeypatch.setattr(
+        reported.facts, "find", lambda *a: wrong if a[2] == reported.REPORT else real(*a)
+    )
+    failed = [c for c in reproduce.checks_of(reported.arithmetic()) if not c.ok]
     assert [c.what.split(" =")[0] for c in failed] == ["tokens/s before"]
     assert "10.6" in failed[0].found
 

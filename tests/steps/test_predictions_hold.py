@@ -118,8 +118,9 @@ def test_the_newest_recorded_row_of_every_point_comes_back(mode):
 
 
 def test_recorded_heads_are_not_replaced_by_others():
-    """DeepSeek-R1, 1 x 131,072: 10.50 ms of native and 2.31 of fused attention are recorded."""
-    for name, ms in (("native_fp8", 10.50), ("fused_fp8", 2.31)):
+    """DeepSeek-R1, 1 x 131,072: 10.50 ms of native attention are recorded, and of the newest fused
+    kernel 2.518 ms over 78 layers: 1.97 over 61."""
+    for name, ms in (("native_fp8", 10.50), ("fused_fp8", 2.518 * 61 / 78)):
         step = predict_at(name, at("deepseek-r1", 131_072, 1, 131_072, 16), "h200")
         assert step["attention"].ms == pytest.approx(ms, rel=0.03)
 

@@ -1,17 +1,15 @@
 """The decode lab without a browser: settings in, figures whose bars are the runs' own numbers."""
 
 import html
-import json
 import re
 import threading
 from pathlib import Path
 from typing import Annotated
 
-import plotly.graph_objects as go
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 
-from shadowkv_lab import facts
 from shadowkv_lab.errors import BadFile, LabError
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.strategies import STRATEGIES, parse

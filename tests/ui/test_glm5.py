@@ -1,6 +1,6 @@
 """Figures and applications of budget and reproduction: titles, errors in place, reset."""
 
-from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.glm5 import hypotheses, reported, verdict
 from shadowkv_lab.provenance import recorded
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.ui import budget as budget_figures
@@ -54,9 +54,9 @@ def test_a_typed_rest_and_its_growth_are_seen():
 
 
 def test_a_row_about_one_card_is_judged_on_that_card():
-    table = hypotheses.recorded_hypotheses(case.server()).copy()
+    table = hypotheses.recorded_hypotheses(reported.server()).copy()
     table["fits_server"] = False
-    fits = figures.hypotheses_bars(table, case.server()).data[0]
+    fits = figures.hypotheses_bars(table, reported.server()).data[0]
     assert fits.name.startswith("fits")
     assert list(fits.y) == [
         "the lab's vector cast on the workstation card",

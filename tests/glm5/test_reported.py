@@ -12,7 +12,7 @@ import pytest
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import published_deployment
 from shadowkv_lab.errors import NoAnswer, OutOfRange, UnknownName
-from shadowkv_lab.glm5 import case, hypotheses, verdict
+from shadowkv_lab.glm5 import hypotheses, reported, verdict
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import card
 from shadowkv_lab.model import load_model
@@ -25,7 +25,7 @@ from shadowkv_lab.steps.step import recorded
 from tests.steps import synthetic_runs as known
 
 GIB = 2**30
-LINES = {line.what: line for line in case.arithmetic()}
+LINES = {line.what: line for line in reported.arithmetic()}
 SERVER, WORKSTATION = "rtx-pro-6000-server", "rtx-pro-6000-workstation"
 
 
@@ -65,9 +65,9 @@ def test_derived_figures_are_not_recorded():
 
 
 def test_the_reports_weights_are_its_own():
-    report = case.published()
-    assert (report["weights_gib"], case.published("rtx6kpro")["weights_gib"]) == (61, 57.06)
-    assert case.server().room_gib(card(SERVER)) == pytest.approx(94.1 - 61)
+    report = reported.published()
+    assert (report["weights_gib"], reported.published("rtx6kpro")["weights_gib"]) == (61, 57.06)
+    assert reported.server().room_gib(card(SERVER)) == pytest.approx(94.1 - 61)
 
 
 def test_the_report_has_its_name_and_for_one_release_the_old_one():
@@ -93,7 +93,7 @@ def test_the_report_has_its_name_and_for_one_release_the_old_one():
     ],
 )
 def test_rounding(value, printed, agrees):
-    assert case.within_rounding(value, printed) is agrees
+    assert reported.within_rounding(value, printed) is agrees
 
 
 def row_of(table, name):
@@ -170,7 +170,7 @@ def test_a_smaller_pool_and_a_faster_kernel():
 
 
 def test_line_and_grid_are_one_formula():
-    of = case.server()
+    of = reported.server()
     line = hypotheses.line(of)
     assert list(line.layers) == list(range(27))[: len(line)] and len(line) == 26
     for row in line.itertuples():
@@ -181,7 +181,7 @@ def test_line_and_grid_are_one_formula():
 
 
 def test_a_faster_kernel_than_the_card_is_not_under_its_bandwidth():
-    of = case.server(95.6, 60.0)  # 29 ms for 66.8 GB
+    of = reported.server(95.6, 60.0)  # 29 ms for 66.8 GB
     row = row_of(hypotheses.hypotheses(of), "a full cast by a faster kernel")
     assert row.gb_per_s > 1792
     assert not row.under_workstation
@@ -194,7 +194,7 @@ def test_a_vector_cast_is_predicted_and_not_solved_for():
         row = row_of(table, f"the lab's vector cast on the {name.rsplit('-', 1)[1]}")
         assert row.tpot_ms == pytest.approx(31.0 + step["cast"].ms)
         assert row.low_ms < row.tpot_ms < row.high_ms and row.provenance == "assumed"
-    words = hypotheses.in_words(case.server(), table)
+    words = hypotheses.in_words(reported.server(), table)
     assert "Not solved for it" in words and "none is established" in words
 
 
@@ -220,7 +220,7 @@ def test_lost_graphs_are_the_longer_of_host_and_gpu():
         if (s.strategy.label, s.mode, s.setting.model.name) == ("shadow", "eager", "glm-5")
         and (s.setting.pool_tokens, s.setting.load) == (495_616, Load(1, 1024))
     ]
-    host = hypotheses.predicted(case.server()).host_ms
+    host = hypotheses.predicted(reported.server()).host_ms
     assert host == pytest.approx(eager[-1], rel=0.03)
     assert row.tpot_ms == max(31.0, host) == pytest.approx(31.0), "not 31.0 plus the host's time"
     assert not row.reaches and "950 us per layer" in row.assumes  # 74.1 ms / 78
@@ -229,15 +229,15 @@ def test_lost_graphs_are_the_longer_of_host_and_gpu():
 
 
 def test_a_users_own_server():
-    of = case.server(50.0, 40.0, 262_144, 61, model="deepseek-r1", weights_gib=85.0)
+    of = reported.server(50.0, 40.0, 262_144, 61, model="deepseek-r1", weights_gib=85.0)
     assert of.cast_ms == pytest.approx(64.6 * 262_144 * 61 / (495_616 * 78))
     assert of.still_ms == pytest.approx(of.cast_ms - 10)
     assert of.kv_gib is None, "the report's 25.49 GiB are of the report's pool"
     words = hypotheses.in_words(of, hypotheses.hypotheses(of))
     assert "10.0 of the cast's" in words
     assert "none is established" in words
-    gone = case.server(50.0, 20.0, cast_ms=25.0)
-    slower = case.server(95.6, 120.0)
+    gone = reported.server(50.0, 20.0, cast_ms=25.0)
+    slower = reported.server(95.6, 120.0)
     told = hypotheses.in_words(slower, hypotheses.hypotheses(slower))
     assert "did not become faster (95.6 to 120.0 ms)" in told and "went" not in told
     assert "something else has changed" in hypotheses.in_words(gone, hypotheses.hypotheses(gone))
@@ -251,14 +251,14 @@ def test_same_class_of_machine():
 
 
 def test_how_much_of_the_cast_went_elsewhere():
-    table = case.taken_away().share_of_the_cast
+    table = reported.taken_away().share_of_the_cast
     hand = [(95.6 - 74.1) / 64.6, (31.52 - 17.20) / 13.77, (31.52 - 17.68) / 13.77]
     assert list(table) == pytest.approx(hand)
     assert [round(100 * share) for share in table] == [33, 104, 101]
 
 
 def test_what_a_faster_kernel_can_gain():
-    table = case.faster_cast(recorded())
+    table = reported.faster_cast(recorded())
     workstation, server, h200 = table.itertuples()
     gb = 495_616 * 78 * 1728 / 1e9
     assert workstation.fastest_ms == pytest.approx(gb / 1.792) == pytest.approx(37.3, abs=0.05)
@@ -266,7 +266,7 @@ def test_what_a_faster_kernel_can_gain():
     assert (round(server.gain, 1), round(workstation.gain, 1)) == (1.5, 1.7)
     assert round(h200.gain, 1) == 4.0 and h200.provenance == "recorded"
     assert gb / h200.cast_ms == pytest.approx(1.03, abs=0.01)  # TB/s
-    assert len(case.faster_cast([])) == 2, "nothing recorded, nothing said"
+    assert len(reported.faster_cast([])) == 2, "nothing recorded, nothing said"
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,12 @@ def test_what_a_faster_kernel_can_gain():
 )
 def test_bad_numbers_of_a_server(wrong):
     with pytest.raises(OutOfRange):
-        case.server(**wrong)
+        reported.server(**wrong)
 
 
 def test_a_tpot_shorter_than_its_cast():
     with pytest.raises(NoAnswer, match="cast alone is longer than the step"):
-        case.server(before_ms=60.0)
+        reported.server(before_ms=60.0)
     with pytest.raises(NoAnswer, match="cast alone is longer"):
         rest_from(60.0, 66.0, load_model("glm-5"), "rtx-pro-6000-server")
 
@@ -328,7 +328,7 @@ def test_rest_of_no_time(wrong):
 
 def test_deepseek_check_uses_the_issues_own_context():
     runs = known.runs(model="deepseek-r1", pools=(65_536, 131_072), heads=16)
-    table = case.check_deepseek(fit(runs), runs).set_index("what")
+    table = reported.check_deepseek(fit(runs), runs).set_index("what")
     cast = table.loc["cast per step (ms)"]
     assert cast.lab == pytest.approx(61 * known.layer_ms("cast", 131_072 * 1728))
     assert cast.reported == 13.77
@@ -339,7 +339,7 @@ def test_deepseek_check_uses_the_issues_own_context():
 
 
 def test_author_estimate():
-    table = case.author_estimate()
+    table = reported.author_estimate()
     assert list(table.author) == [51.0, 247_000.0]
     assert table.lab[0] == pytest.approx(46.2, abs=0.05)
     assert table.lab[1] == 273_281
