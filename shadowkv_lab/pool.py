@@ -42,7 +42,7 @@ class SlotAllocator:
 
     @property
     def free_tokens(self) -> int:
-        """Slots in pages that nobody holds."""
+        """Slots in free pages."""
         return len(self._state[0]) * self.page_size
 
     def allocate_pages(self, pages: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def measure(
     pool_tokens: Annotated[str, typer.Option(help="Slots; several: 65536,495616.")] = "495616",
     concurrency: Annotated[str, typer.Option(help="Running requests; several: 1,8.")] = "1",
     context: Annotated[
-        str, typer.Option(help="Live tokens a request; several: 1024,8192.")
+        str, typer.Option(help="Live tokens per request; several: 1024,8192.")
     ] = "1024",
     strategies: Annotated[
         str, typer.Option(help="Such as full_cast,shadow(layers=26); or all.")

@@ -1,4 +1,4 @@
-"""Append new rows in one launch a layer: FP8 row, shadow row, clip count, NaN flag.
+"""Append new rows in one launch per layer: FP8 row, shadow row, clip count, NaN flag.
 
 The reference is `reference.append`, a dozen torch ops.
 """
@@ -28,7 +28,7 @@ def append_kernel(
     EXACT: tl.constexpr,
     LOST: tl.constexpr,
 ):
-    """One program a row of D values, padded to WIDTH lanes; rows are `stride` values apart.
+    """One program per row of D values, padded to WIDTH lanes; rows are `stride` values apart.
 
     Where rows share a slot the last one is written and no other, so that both buffers keep the
     same one. A row for a slot outside the S rows is not written, but counted in counter LOST.

@@ -39,7 +39,7 @@ def combine_kernel(
     FINAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a request, head and COLUMNS output columns: merges the request's work items.
+    """One program per request, head and COLUMNS output columns: merges the request's work items.
 
     `splits` [B + 1] says where each request's items begin; ROWS of them are merged at once. FINAL
     rounds to BF16; the interpreter cannot, and stores float32.

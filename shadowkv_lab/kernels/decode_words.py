@@ -168,7 +168,7 @@ def words_kernel(
     PDL: tl.constexpr,
     PIPE: tl.constexpr,
 ):
-    """One program a work item (request, first token, end) and tile of TILE heads.
+    """One program per work item (request, first token, end) and tile of TILE heads.
 
     Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum
     of its softmax (base 2) in `stats` [items, HEADS, 2].

@@ -439,7 +439,7 @@ def _spread(runs: list[Result]) -> float | None:
 
 
 def _load_notes(pairs: list[tuple[list[Result], list[Result]]]) -> list[str]:
-    """What to say of the loads; raises `NoAnswer` for one whose batch nobody set."""
+    """What to say of the loads; raises `NoAnswer` for one whose batch was not set."""
     notes: list[str] = []
     for old, new in pairs:
         one, two = old[0], new[0]
@@ -530,7 +530,7 @@ def _trace_notes(before: Side, after: Side, cast: pd.DataFrame, pool: int | None
 def _predicted(
     model: Model, pool: int, card: Card, layers: int | None, kind: str | None
 ) -> tuple[float | None, str]:
-    """The cast of a step by the lab's own runs on this card; None where there are none."""
+    """The cast of a step by the lab's own runs on this card; None without such runs."""
     try:
         step = predict_at("full_cast", Setting(model, 8, pool, Load(1, 1)), card.name)
     except LabError as error:

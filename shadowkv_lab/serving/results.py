@@ -29,7 +29,7 @@ class Spread(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a user will bear: ms to the first token, ms a token after it."""
+    """What a user will bear: ms to the first token, ms per token after it."""
 
     ttft_ms: float = 5000.0
     tpot_ms: float = 100.0

@@ -75,7 +75,7 @@ class Traffic:
         return Demand(*(total / span for total in totals))
 
     def scaled(self, rate: float = 1.0, length: float = 1.0) -> "Traffic":
-        """`rate` times as many requests a second, `length` times as long (at least 1 token)."""
+        """`rate` times as many requests per second, `length` times as long (at least 1 token)."""
         if not (0 < rate < np.inf and 0 < length < np.inf):
             raise OutOfRange(f"Scaled by {rate} in rate, {length} in length", "above 0")
         prompt, output = (

@@ -6,7 +6,7 @@ import torch
 
 from shadowkv_lab.pool import Pool
 
-CHUNK_ROWS = 32768  # 75 MB of float32 at 576 values a row
+CHUNK_ROWS = 32768  # 75 MB of float32 at 576 values per row
 ROPE_GAIN = 4.0  # the rope part is not normalised, and larger than the latent
 HEAVY = 1.5  # sigma of the log-normal channel gains: a few channels carry most of a row
 

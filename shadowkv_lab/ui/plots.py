@@ -59,7 +59,7 @@ def draw(
 
 
 def wrapped(title: str, letters: int, small: int | None = None) -> str:
-    """A title in lines of so many letters; those of its smaller lines are `small`."""
+    """A title in lines of that many letters; those of its smaller lines are `small`."""
     lines = []
     for part in title.split("<br>"):
         little = part.startswith("<sup>")

@@ -61,21 +61,21 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def _alike(one, other):
-    """The same words, and numbers that differ by no more than one unit of their last digit.
+    """The same words and counts; numbers with decimals may differ by 1 % or in the last digit.
 
-    Another CPU sums float32 in another order: a mean of 2.565 % is printed as 2.56 or 2.57.
+    Another CPU, or another number of threads, sums float32 in another order: 2.57 % or 2.55 %.
     """
     numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(t)] for t in (one, other)]
     digits = [len(n.partition(".")[2]) for n in NUMBER.findall(one)]
     return NUMBER.sub("#", one) == NUMBER.sub("#", other) and all(
-        abs(a - b) <= (1.01 * 10.0**-d if d else 0)
+        abs(a - b) <= (max(1.01 * 10.0**-d, 0.01 * abs(a)) if d else 0)
         for a, b, d in zip(*numbers, digits, strict=True)
     )
 
 
 def test_alike_forgives_a_rounding_and_nothing_else():
     assert _alike("off by 2.56%", "off by 2.57%")
-    assert not _alike("off by 2.56%", "off by 2.58%")
+    assert not _alike("off by 2.56%", "off by 2.62%")
     assert not _alike("65 of 78 layers", "66 of 78 layers")
     assert not _alike("a shadow wins: 2.5", "a BF16 pool wins: 2.5")
 

@@ -104,7 +104,7 @@ def test_without_a_known_cast_the_tpots_are_compared(tmp_path):
 
 
 def test_each_benchmark_s_line():
-    """TPOT by hand: ms a token of one request."""
+    """TPOT by hand: ms per token of one request."""
     server = results.parse_line(
         json.dumps(
             dict(
@@ -321,7 +321,7 @@ def test_another_card_s_cast_is_never_borrowed():
 def test_steps_of_a_target_its_draft_and_vllm(name, draft):
     found = compared("cmp-02-mtp-both", trace=name)
     sums = found.cast.groupby("model").before_ms.sum()
-    assert sums["target"] == pytest.approx(4 * 0.8282)  # four casts of 828.2 us a step
+    assert sums["target"] == pytest.approx(4 * 0.8282)  # four casts of 828.2 us per step
     assert sums.get("draft", 0.0) == pytest.approx(draft)
     assert found.left == 1.0 and found.outcome == "none"
 

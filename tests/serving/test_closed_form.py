@@ -26,7 +26,7 @@ def test_capacities_of_the_case():
 
 
 def test_a_slow_step_with_room_beats_a_fast_one_without():
-    # 64.6 ms of cast and 495,612 tokens, against none and 273,281, at 8,192 tokens a request.
+    # 64.6 ms of cast and 495,612 tokens, against none and 273,281, at 8,192 tokens per request.
     cast = contender("full_cast", CAPACITY["fp8"], 31.0 + 64.6)
     plain = contender("bf16_pool", CAPACITY["bf16"], 31.0)
     few, many = (point(c, 200, 8192) for c in (plain, cast))

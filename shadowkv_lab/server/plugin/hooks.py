@@ -168,7 +168,7 @@ def loaded(_result, pool, kv_cache_cpu, indices, *_args, **_more) -> None:
 
 
 def decode(original, backend, *args, **kwargs):
-    """Around `forward_decode`: let the backend, and nobody else, see the reader's rows."""
+    """Around `forward_decode`: let only the backend see the reader's rows."""
     reader = reader_of(backend.token_to_kv_pool)
     if reader is not None and reader.decodes:
         return reader.decode(backend, *args, **kwargs)
