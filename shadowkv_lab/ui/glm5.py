@@ -27,7 +27,7 @@ TABLE = (
 )
 
 
-def case_steps() -> go.Figure:
+def report_steps() -> go.Figure:
     """The report before and after its patch, without a cast, and a peer: what does not add up."""
     of, peer = reported.server(), hypotheses.same_class().iloc[1]
     bare = of.before_ms - of.cast_ms

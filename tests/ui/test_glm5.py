@@ -12,7 +12,7 @@ REST = Rest(20.0, experts=0)
 def test_figures_are_finished_and_titled():
     table = verdict.verdict()
     shown = [
-        figures.case_steps(),
+        figures.report_steps(),
         figures.tpot(table, REST),
         figures.layers_and_pool(),
         figures.speed_and_room(table),
