@@ -108,7 +108,7 @@ def test_reproduce_with_its_notebook(installed):
     assert [c for c in cells if c.get("outputs")]
 
 
-def test_notebook_05_by_its_name(installed):
+def test_a_notebook_by_its_name(installed):
     pytest.importorskip("transformers")
     assert "wrote a2_accuracy.ipynb" in installed("run-notebook", "a2_accuracy")
 

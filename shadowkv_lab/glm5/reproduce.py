@@ -144,13 +144,8 @@ def pool_here(bench: decode.Bench) -> int:
     if bench.device.type == "cpu":
         return CPU_POOL_TOKENS
     a_token = parse("shadow").token_bytes(bench.model)
-    fits = (
-        int(0.95 * machine.memory(bench.device).free_bytes)
-        // a_token
-        // reported.PAGE
-        * reported.PAGE
-    )
-    return min(P, fits)
+    page, free = reported.PAGE, machine.memory(bench.device).free_bytes
+    return min(P, int(0.95 * free) // a_token // page * page)
 
 
 def measure_here(

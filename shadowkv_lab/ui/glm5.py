@@ -63,11 +63,8 @@ def report_steps() -> go.Figure:
 
 def tpot(table: pd.DataFrame, rest: Rest, running: int = 1, where: str = "") -> go.Figure:
     """Stacked TPOT of each row of a verdict: cast, attention and write, and the rest."""
-    of, best, whence = (
-        reported.server(),
-        table.loc[table.tokens_per_s.idxmax()],
-        str(rest.provenance),
-    )
+    of, whence = reported.server(), str(rest.provenance)
+    best = table.loc[table.tokens_per_s.idxmax()]
     full = table[table.strategy == "full_cast"].iloc[0]
     frame = table.assign(own_ms=table.step_ms - table.cast_ms)
     hover = {name: table.how for name in PARTS if "how" in table}

@@ -37,16 +37,14 @@ def recorded(path: str | Path | None = None, kernel: str = "cast") -> tuple[pd.D
     `BadFile`.
     """
     paths = [Path(path)] if path else facts.files("runs", "*kernels.json")
-    if not paths:
-        raise BadFile(
-            "No kernel benchmark is recorded",
-            "data/runs/*kernels.json",
-            "Record one on a GPU: shadowkv bench kernels --record FILE",
-        )
     files = [_recorded(Path(path))] if path else [f for _, f in facts.each(paths, _recorded)]
     having = [file for file in files if any(row.kernel == kernel for row in file.rows)]
     if not having:
-        raise BadFile(f"No kernel benchmark has the kernel {kernel}", "shadowkv bench kernels")
+        raise BadFile(
+            f"No kernel benchmark with {kernel} is recorded",
+            "data/runs/*kernels.json",
+            "Record one on a GPU: shadowkv bench kernels --record FILE",
+        )
     newest = max(having, key=lambda file: file.origin.date)
     rows = pd.DataFrame([asdict(row) for row in newest.rows])
     # Of several page sizes the largest, which DSA models run; a file of one names none.
@@ -213,16 +211,20 @@ def verdict(worth: pd.DataFrame) -> str:
     return text + f"It is the shorter one at {len(wins)} of them ({where})."
 
 
-def _heads(settings: dict) -> list[int]:
-    return sorted({int(n) for n in recorded(kernel="fused_fp8")[0].heads if n > 0})
+def _heads(rows: pd.DataFrame) -> list[int]:
+    return sorted({int(n) for n in rows.heads if n > 0})
 
 
 @application("shadowkv_lab.ui.kernels.kernels_app")
-def kernels_view(heads: Annotated[int, Menu("heads per GPU", _heads)] = 8) -> View:
+def kernels_view(
+    heads: Annotated[
+        int, Menu("heads per GPU", lambda _: _heads(recorded(kernel="fused_fp8")[0]))
+    ] = 8,
+) -> View:
     """Each kernel of the lab beside its peers, as recorded: bandwidth, and decode attention."""
     movers, copied = recorded()
     rows, origin = recorded(kernel="fused_fp8")
-    if heads not in (known := _heads({})):
+    if heads not in (known := _heads(rows)):
         raise OutOfRange(f"{heads} heads", f"recorded ones: {', '.join(map(str, known))}")
     figures = [
         bandwidth(movers, copied),
