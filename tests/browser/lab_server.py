@@ -147,9 +147,9 @@ class AppOnPage:
         return self.root.locator(".shadowkv-code").inner_text()
 
     def titles(self) -> list[str]:
-        """Each figure's title as plotly.js has it, line breaks as spaces."""
+        """Each figure's title as plotly.js has it, line breaks as spaces; "" before it is drawn."""
         return self.root.locator(".js-plotly-plot").evaluate_all(
-            "es => es.map(e => e.layout.title.text.replaceAll('<br>', ' ')"
+            "es => es.map(e => (e.layout?.title?.text ?? '').replaceAll('<br>', ' ')"
             ".replaceAll(/<[^>]+>/g, ''))"
         )
 

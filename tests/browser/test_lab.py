@@ -85,6 +85,7 @@ def labels(app, number=0):
 
 def test_pool_and_concurrency_by_keyboard(decode):
     app = decode.app()
+    shows(app, steps.step_view())
     start = app.bars()
     assert len(start) > 6
     press(app, "pool size", "ArrowLeft", pool_tokens=65_536)
