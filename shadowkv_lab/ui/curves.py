@@ -139,6 +139,7 @@ class Field:
     lines: tuple[Line, ...]
     rest: Rest
     limit: int
+    accepted: float = 1.0  # tokens of each request and step that are kept
 
     @property
     def untried(self) -> list[bool]:
@@ -164,7 +165,7 @@ class Field:
             label = line.strategy.label
             found.append(self.grid.tokens_per_s(label, rows, self.rest, R, n, line.cut))
         rates, running = (np.array(part) for part in zip(*found, strict=True))
-        return rates, running
+        return self.accepted * rates, running
 
     def leaders(self, rates: np.ndarray, running: np.ndarray, R) -> np.ndarray:
         """The line that leads at each point, -1 where none runs: of those that hold the load and
