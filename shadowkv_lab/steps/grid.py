@@ -63,7 +63,9 @@ class Grid:
             rows = np.minimum(rows, each * -(-R // self.groups))
         ms = _between(own.load.sum(2), running, n) + np.interp(rows, POOLS, own.pool)
         counts, which = np.unique(running, return_inverse=True)
-        rest_ms = np.array([rest(max(1, count) * self.tokens_per_step) for count in counts.tolist()])[which]
+        rest_ms = np.array(
+            [rest(max(1, count) * self.tokens_per_step) for count in counts.tolist()]
+        )[which]
         return 1000 * running / (ms + rest_ms.reshape(ms.shape)), running
 
 
@@ -90,9 +92,7 @@ def ready(deployment: Deployment, tokens_per_step: int = 1) -> bool:
 _made: dict[tuple, Grid] = {}
 
 
-def grid(
-    deployment: Deployment, stage=lambda text, done: None, tokens_per_step: int = 1
-) -> Grid:
+def grid(deployment: Deployment, stage=lambda text, done: None, tokens_per_step: int = 1) -> Grid:
     """The grid of a deployment's model, card, spread and layout; made once, in under a second.
 
     `stage` is told how far it is, and may raise to stop.
@@ -119,9 +119,7 @@ def _key(at: Deployment, tokens_per_step: int) -> tuple:
     return *model, spread, tuple(STRATEGIES.values())
 
 
-def _times(
-    strategy: Strategy, deployment: Deployment, untried: str, tokens_per_step: int
-) -> Times:
+def _times(strategy: Strategy, deployment: Deployment, untried: str, tokens_per_step: int) -> Times:
     """A strategy's predictions at each load, and its cast at each pool where that decides it."""
     page, phases = deployment.page_size, ("cast", "attention", "write")
     by_pool = casts_by_pool(strategy, deployment)

@@ -14,8 +14,11 @@ import plotly.graph_objects as go
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import Deployment
 from shadowkv_lab.load import Load
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.steps import step as steps
+from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.grid import CONTEXTS, REQUESTS, Grid
+from shadowkv_lab.steps.predict import predict
 from shadowkv_lab.steps.rest import Rest, whole_servers
 from shadowkv_lab.strategies import STRATEGIES, Label, parse
 from shadowkv_lab.ui import charts
@@ -86,6 +89,45 @@ def seen(at: Deployment, rest: Rest, measured: Sequence[steps.Step] = ()) -> lis
                 )
             )
     return found
+
+
+READERS = ("bf16_pool", "native_fp8", "fused_fp8")  # one strategy for what attention reads
+
+
+def timed(at: Deployment, rest: Rest, load: Load, along: str, limit: int) -> list[Seen]:
+    """Attention as it was timed on this card with these heads, on one line each.
+
+    Beside a time of all layers stand the strategy's other phases and the rest, as predicted. Only
+    times of the kernel that the prediction takes there count.
+    """
+    tables = fit().tables
+    mine = [
+        k for k in tables if (k.phase, k.card, k.heads) == ("attention", at.card.name, at.heads)
+    ]
+    found = {}
+    for name in READERS if mine else ():
+        strategy = parse(name)
+        rows = min(at.rows(strategy), limit) if can_run(strategy, at) else 0
+        for key in (k for k in mine if k.reads == strategy.reads and not k.gathered):
+            for R, (sizes, times) in tables[key].rows.items():
+                if along != "concurrency" and load.concurrency != R:
+                    continue
+                for n, ms in zip(sizes.tolist(), times.tolist(), strict=True):
+                    fits = R * n <= rows and n <= at.model.max_positions and n == int(n)
+                    if not fits or (along != "context" and load.context != n):
+                        continue
+                    step = predict(strategy, at, Load(int(R), int(n)), pool_tokens=rows)
+                    attention = step["attention"]
+                    if attention.curve != key.kernel:
+                        continue
+                    whole = step.ms - attention.ms + at.model.layers * ms + rest(R)
+                    who = f"{tables[key].kind.value} attention, {key.kernel}; the rest predicted"
+                    seen_ = Seen(strategy.tag, 1000 * R / whole, who, int(R), int(n), None, False)
+                    own_pages = key.page_size == at.page_size
+                    found.setdefault((name, R, n), seen_)
+                    if own_pages:
+                        found[name, R, n] = seen_
+    return list(found.values())
 
 
 @cache
@@ -245,8 +287,10 @@ def curve(
     log_y = along == "concurrency"
     marks = () if log_y else marks
     through = _through(along, load, field.limit)
-    through += ", dashes: not run on this card" if any(field.untried) else ""
-    title = charts.heading(_finding(field, along, x, lead), through)
+    keys = ["dots: pool cut"] if any(line.cut for line in field.lines) else []
+    keys += ["dashes: untried here"] if any(field.untried) else []
+    keys += ["rings: seen"] if rings[0] else []
+    title = charts.heading(_finding(field, along, x, lead), "; ".join([through, *keys]))
     shapes = [_rule(x0=at, x1=at, y0=0, y1=1, yref="paper")]
     notes = [
         {
@@ -346,7 +390,7 @@ def _through(along: str, load: Load, limit: int) -> str:
         "pool": f"pool up to {limit:,} tokens",
     }
     held = ", ".join(text for name, text in parts.items() if name != along)
-    return f"{held}; dots: pool cut"
+    return held
 
 
 def lead_map(field: Field, load: Load) -> go.Figure:

@@ -100,4 +100,5 @@ def _first_picture() -> bytes | BaseException:
 
 def _plain(fig: go.Figure) -> str:
     text = fig.layout.title.text or "figure"
+    text = text.replace("</sup><br><sup>", " ")
     return text.replace("<br>", " ").replace("<b>", "").replace("</b>", "")

@@ -317,7 +317,12 @@ def follow(settings: dict, name: str | None) -> dict:
     return settings | {n: getattr(of, n) for n in names}
 
 
-@application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
+@application(
+    "shadowkv_lab.reproduction_app",
+    columns=1,
+    changed=follow,
+    asleep=lambda s: {"rest_grows": "only for several requests"} if s["concurrency"] == 1 else {},
+)
 def reproduction_view(
     gpu: Annotated[
         str, Menu("GPU", cards(lambda: reported.published()["gpu"]), "GPU")

@@ -56,7 +56,9 @@ def execute(
     kernels = {name: value for name, value in os.environ.items() if name != SERVED}
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
     try:
-        client.execute(env=kernels, stderr=subprocess.DEVNULL)  # of the kernel itself; cells have their own
+        client.execute(
+            env=kernels, stderr=subprocess.DEVNULL
+        )  # of the kernel itself; cells have their own
     except Exception as error:
         if getattr(client, "_async_cleanup_kernel_future", None):  # nbclient's answer to a signal
             raise KeyboardInterrupt from None

@@ -58,10 +58,15 @@ def draw(
     return widgets, specs
 
 
+def _parts(title: str) -> list[str]:
+    """A title's finding, and its note as one part however it was broken."""
+    return title.replace("</sup><br><sup>", " ").split("<br>")
+
+
 def wrapped(title: str, letters: int, small: int | None = None) -> str:
     """A title in lines of that many letters; those of its smaller lines are `small`."""
     lines = []
-    for part in title.split("<br>"):
+    for part in _parts(title):
         little = part.startswith("<sup>")
         part = part.removeprefix("<sup>").removesuffix("</sup>")
         for line in textwrap.wrap(part, (small or int(1.2 * letters)) if little else letters):
@@ -75,7 +80,7 @@ def fitted(figure: go.Figure, width: int) -> dict:
     spec = json.loads(json.dumps(figure.to_plotly_json(), cls=PlotlyJSONEncoder))
     layout = spec["layout"]
     lines = []
-    for part in layout.get("title", {}).get("text", "").split("<br>"):
+    for part in _parts(layout.get("title", {}).get("text", "")):
         small = part.startswith("<sup>")
         part = part.removeprefix("<sup>").removesuffix("</sup>")
         for line in textwrap.wrap(part, int(width / (SMALL_PX if small else TITLE_PX))):

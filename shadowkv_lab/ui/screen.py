@@ -28,8 +28,28 @@ from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import plots, rows
 from shadowkv_lab.ui.app import QUIET, App, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Switch, cards, models
-from shadowkv_lab.ui.curves import ALONG, CONCURRENCIES, Field, Line, Seen, curve, lead_map, seen
+from shadowkv_lab.ui.controls import (
+    Menu,
+    Number,
+    Paste,
+    Slider,
+    Switch,
+    cards,
+    models,
+    spread,
+    spreads,
+)
+from shadowkv_lab.ui.curves import (
+    ALONG,
+    CONCURRENCIES,
+    Field,
+    Line,
+    Seen,
+    curve,
+    lead_map,
+    seen,
+    timed,
+)
 
 REPORT = next(iter(ANCHORS))
 SERVERS = {
@@ -161,7 +181,7 @@ def follow(s: dict, name: str | None) -> dict:
     s["card"] = s["card"] or "rtx-pro-6000-server"
     s["tensor_parallel"] = s["tensor_parallel"] or 8
     if name == "model":
-        s["checkpoint"] = None
+        s |= {"checkpoint": None, "tensor_parallel": spread(s)}
     if not load_model(s["model"]).mtp_layers:
         s["tokens_per_step"] = 1
     s["accepted"] = min(s["accepted"], float(max(2, s["tokens_per_step"])))
@@ -234,8 +254,8 @@ def _accepted(s: dict) -> list[float]:
 
 def _spreads(s: dict) -> list[int]:
     """GPUs that can share the model's heads, and those that a log says."""
-    heads = load_model(s["model"]).heads
-    return sorted({n for n in (1, 2, 4, 8, 16) if heads % n == 0} | {s["tensor_parallel"]})
+    logged = {s["tensor_parallel"]} if s["start"] == "log" else set()
+    return sorted({*spreads(s), *logged})
 
 
 # The view.
@@ -325,6 +345,7 @@ def screen_view(
     limit = pool_tokens if pool_tokens < most else None
     found = answers(at, load, its_rest, pool_tokens=limit, accepted=gain)
     points = seen(at, its_rest, HERE) if tokens_per_step == 1 else []  # all without MTP
+    whole_steps = {(p.strategy.label, p.concurrency, p.context) for p in points}
     servers = _servers(points, load, pool_tokens)
     said = rows.sentence(found, at, load, its_rest, limit, servers)
     if work is not QUIET:
@@ -343,8 +364,19 @@ def screen_view(
             (entry[when]["tokens_per_s"], f"reported {what}: {entry[when]['tokens_per_s']}")
             for when, what in (("before", "with full cast"), ("after", "with a shadow"))
         ]
+
+    def rings() -> list[Seen]:
+        """What was seen of whole steps, and of attention where no step was."""
+        if tokens_per_step > 1:
+            return []
+        slots = min(pool_tokens, most or pool_tokens)
+        parts = timed(at, its_rest, load, along, slots)
+        return points + [
+            p for p in parts if (p.strategy.label, p.concurrency, p.context) not in whole_steps
+        ]
+
     figures = plots.Figures(
-        lambda: curve(drawn(), along, load, points, marks), lambda: lead_map(drawn(), load)
+        lambda: curve(drawn(), along, load, rings(), marks), lambda: lead_map(drawn(), load)
     )
     below = _footnotes(s, at)
     bars = rows.rows(found, load, servers) + below
@@ -381,7 +413,8 @@ def _unanswered(s: dict, at: Deployment, error: LabError, beside: dict) -> View:
     empty = Field(None, (), Rest(0.0), s["pool_tokens"])
     load = Load(s["concurrency"], s["context"], s["tokens_per_step"])
     figures = [curve(empty, s["along"], load, ()), lead_map(empty, load)]
-    return Answered(figures, _marks(note), table([]), SHOWN, beside=beside, said=note)
+    more = {"beside": beside, "said": note, "unanswered": error}
+    return Answered(figures, _marks(note), table([]), SHOWN, **more)
 
 
 def _beside(s: dict, at: Deployment) -> dict[str, str]:
