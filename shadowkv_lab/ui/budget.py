@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from shadowkv_lab import facts
 from shadowkv_lab.budget import Budget, Capacity, budget
 from shadowkv_lab.deployment import GIB, Deployment, checked, deployment, published_deployment
-from shadowkv_lab.errors import CannotRun, DoesNotFit
+from shadowkv_lab.errors import CannotRun, DoesNotFit, LabError
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
 from shadowkv_lab.provenance import assumed
@@ -208,6 +208,11 @@ def _memory(at: Deployment) -> dict[str, float]:
 
 def follow(settings: dict, name: str | None) -> dict:
     """Another model, card, spread or engine has other weights, and another KV memory."""
+    if name == "mtp":  # its weights are others; what was typed stays
+        before, after = (
+            _memory(_derived(settings | {"mtp": m})) for m in (not settings["mtp"], settings["mtp"])
+        )
+        return settings | {n: v for n, v in after.items() if settings[n] == before[n]}
     if name not in (None, "model", "gpu", "tensor_parallel", "engine"):
         return settings
     found = settings | {"model": named(settings["model"])}
@@ -240,10 +245,18 @@ def _as_typed(at: Deployment, typed: dict[str, float]) -> Deployment:
 
 
 def asleep(settings: dict) -> dict[str, str]:
-    """What a model without an index, or without an MTP layer, has no use for."""
+    """What a model without an index, or without an MTP layer, has no use for; without room for
+    KV, all that shares it out."""
     model = load_model(settings["model"])
-    found = {} if model.dsa else {"index": f"{model.name} has no index"}
-    return found if model.mtp_layers else found | {"mtp": f"{model.name} has no MTP layer"}
+    found = {} if model.mtp_layers else {"mtp": f"{model.name} has no MTP layer"}
+    try:
+        if not settings["log"].strip():
+            _as_typed(_derived(settings), _typed(settings)).memory()
+    except DoesNotFit:
+        found |= dict.fromkeys(("dtype", "concurrency", "context", "index"), "no room for KV")
+    except LabError:  # the view says it
+        pass
+    return found if model.dsa else found | {"index": f"{model.name} has no index"}
 
 
 @application("shadowkv_lab.budget_app", changed=follow, asleep=asleep)
@@ -286,7 +299,7 @@ def budget_view(
         try:
             plan = budget(_as_typed(at, typed), load, kept)
         except DoesNotFit as error:
-            if typed:
+            if "kv_gib" in typed:
                 raise
             return View([over_the_card(at, error)], error.remedy, unanswered=error)
     if not plan.capacities:

@@ -393,6 +393,10 @@ def follow(settings: dict, name: str | None) -> dict:
             return follow(found | {"model": "glm-5"}, "model")
         if found["heads"] not in set(here.heads):
             found["heads"] = int(here.heads.iloc[0])
+    if name in ("model", "heads", "live") and not settings["live"]:
+        for each in ("pool_tokens", "concurrency", "context"):
+            if seen := _offered(each, found, ()):
+                found[each] = min(seen, key=lambda v: abs(np.log(v / (found[each] or v))))
     if name == "live" and settings["live"]:
         found["pool_tokens"] = min(settings["pool_tokens"], largest)
         most = found["pool_tokens"] // settings["concurrency"]

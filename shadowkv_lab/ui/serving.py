@@ -264,6 +264,16 @@ def note(rest: str, found: Sequence[Contender], left_out: str = "") -> str:
     )
 
 
+def asleep(settings: dict) -> dict[str, str]:
+    """Where the weights leave no room for KV, all but what could give some."""
+    try:
+        of = {n: settings[n] for n in ("model", "tensor_parallel")}
+        reported_or_derived(card=settings["gpu"], **of).memory()
+    except DoesNotFit:
+        return dict.fromkeys(settings.keys() - {"gpu", *of}, "no room for KV")
+    return {}
+
+
 WORKED: set[tuple] = set()  # the settings whose steps were predicted in this session
 
 
@@ -272,7 +282,10 @@ def _steps(settings: dict) -> tuple:
 
 
 @application(
-    "shadowkv_lab.ui.serving.loads", changed=follow, slow=lambda s: _steps(s) not in WORKED
+    "shadowkv_lab.ui.serving.loads",
+    changed=follow,
+    asleep=asleep,
+    slow=lambda s: _steps(s) not in WORKED,
 )
 def load_view(
     model: ModelName = "glm-5",

@@ -249,15 +249,18 @@ def traffic_of(
 
 def asleep(settings: dict) -> dict[str, str]:
     """A closed loop has no rate, open arrivals no number under way, drawn lengths no fixed one."""
+    if nothing := serving.asleep(settings):
+        return nothing
     loop, fixed = settings["arrivals"] == "closed loop", settings["lengths"] == "fixed"
-    found = {"rate": "open arrivals"} if loop else {"concurrency": "closed loop"}
-    return found | ({} if fixed else dict.fromkeys(("prompt_tokens", "output_tokens"), "fixed"))
+    found = {"rate": "only for open arrivals"} if loop else {"concurrency": "only for closed loop"}
+    lengths = dict.fromkeys(("prompt_tokens", "output_tokens"), "only for fixed")
+    return found | ({} if fixed else lengths)
 
 
 @application(
     "shadowkv_lab.ui.simulated.traffics",
     changed=serving.follow,
-    asleep=lambda settings: {name: f"only for {why}" for name, why in asleep(settings).items()},
+    asleep=asleep,
     slow=lambda settings: True,
 )
 def traffic_view(
@@ -288,7 +291,10 @@ def traffic_view(
     load, runs = traffic_of(arrivals, rate, concurrency, drawn), []
     for i, c in enumerate(found):
         work.stage(f"{charts.tag(c.name).title}, {len(load)} requests", i / len(found))
-        runs.append(simulate(engine(c), load))
+        try:
+            runs.append(simulate(engine(c), load))
+        except DoesNotFit as error:  # more prompt tokens than prefill serves
+            return unanswered(error, 2)
     if not any(run.finished for run in runs):
         why = f"No request fits: {runs[0].refusals()[0]}"
         return unanswered(DoesNotFit(why, "shorter requests, or a larger pool"), 2)

@@ -54,6 +54,8 @@ def test_a_start_value_between_a_sliders_own_joins_them():
 )
 def test_the_line_to_paste_runs_anywhere(view):
     app = view.open()
+    if app.worker:
+        app.worker.join(60)
     scope = {}
     exec(app.line.replace("; ", "\nwidget = ", 1), scope)
     assert isinstance(scope["widget"], ipywidgets.VBox)
