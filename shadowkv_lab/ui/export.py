@@ -59,6 +59,7 @@ p code, li code, td code { background: #f2f2f2; padding: 1px 4px; border-radius:
   padding: 2px 12px; overflow-x: auto; }
 .prompt { display: none; }
 .output_area { overflow-x: auto; margin: 0.6em 0; }
+.output_area pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .output_stderr pre { background: #fff4ec; }
 table { border-collapse: collapse; border: 0; font-size: 13px; }
 th, td { padding: 4px 10px; border: 0; border-bottom: 1px solid #ddd; text-align: left; }

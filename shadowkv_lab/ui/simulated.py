@@ -303,7 +303,7 @@ def traffic_view(
         kept = {c.name: c.capacity_tokens for c in found}
         second = cliff(plain, load, kept, CAPACITY_SHARES, work)
     else:
-        second = attainment(found, drawn, RATES, work=work)
+        second = attainment(found, drawn, RATES, REQUESTS, work=work)
     refused = [line for run in runs for line in run.refusals()]
     note = f"{serving.note(rest, found, left_out)}; prefill: {PREFILL_SOURCE}, assumed here"
     note += f"; lengths: {drawn.source}"
