@@ -22,7 +22,7 @@ from shadowkv_lab.ui import charts, display, plots, tables
 if TYPE_CHECKING:
     from shadowkv_lab.ui.application import Application
 
-CONTROL_WIDTH = "540px"
+CONTROL_WIDTH = "472px"
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
 
 CSS = """<style>

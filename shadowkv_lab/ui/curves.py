@@ -299,11 +299,13 @@ def curve(
             **{"font": {"size": 10, "color": "#444"}},
         }
     ]
+    lowest = min((rate for rate, _ in marks), default=0.0)
     for rate, words in marks:
         shapes.append(_rule(x0=0, x1=1, xref="paper", y0=rate, y1=rate))
         notes.append(
             {
-                **{"x": 0.01, "xref": "paper", "xanchor": "left", "y": rate, "yanchor": "bottom"},
+                **{"x": 0.01, "xref": "paper", "xanchor": "left", "y": rate},
+                "yanchor": "top" if rate == lowest and len(marks) > 1 else "bottom",
                 **{"text": words, "font": {"size": 10, "color": "#444"}},
             }
         )

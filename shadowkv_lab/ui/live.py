@@ -154,7 +154,7 @@ SCRIPT = r"""
         said += `, ${number(best.rate / full.rate)} x full cast's ${number(full.rate)}: the cast `
           + `is ${number(full.phases[0])} of its ${number(full.ms)} ms per ${per}`;
       said += `. It keeps ${number(best.rows, 0)} tokens; ${best.running} of ${at.concurrency} `
-        + `request${at.concurrency === 1 ? '' : 's'} run. Predicted.`;
+        + `request${at.concurrency === 1 ? ' runs' : 's run'}. Predicted.`;
       for (const a of runs)
         if (a.s.untried && !best.s.untried && a.rate > best.rate)
           said += ` ${text(named(a))} would give ${number(a.rate)}: ${text(a.s.untried)}.`;

@@ -551,6 +551,7 @@ CSS = """<style>
   .sk-right { grid-column: 1 / -1; } }
 @container (max-width: 600px) { .sk-grid { grid-template-columns: 1fr; } }
 </style>"""
+HEIGHT = 264  # of each of the two figures, pixels
 FIXED = {
     "DP": "predictions know no data-parallel attention yet",
     "PP": "predictions know no pipeline stages yet",
@@ -703,7 +704,7 @@ def _fluid(figure, width: int) -> dict:
     spec = figure.to_plotly_json()
     layout = spec["layout"]
     title = layout["title"]["text"]
-    layout |= {"height": 284, "autosize": True, "showlegend": False}
+    layout |= {"height": HEIGHT, "autosize": True, "showlegend": False}
     layout.pop("width", None)
     layout["margin"] = {"l": 44, "r": 8, "t": 76, "b": 36}
     layout["font"] = {"size": 10.5}
@@ -712,7 +713,7 @@ def _fluid(figure, width: int) -> dict:
         "font": {"size": 12},
         "x": 0,
         "xref": "container",
-        "y": 1 - 15 / 284,
+        "y": 1 - 15 / HEIGHT,
         "yref": "container",
         "yanchor": "top",
     }
