@@ -142,8 +142,12 @@ def memory_kept(frame: pd.DataFrame) -> go.Figure:
         charts.heading(finding + "counted", where),
         charts.phases(frame, parts, unit=" GiB"),
         "memory (GiB)",
-        barmode="stack",
-        yaxis={"autorange": "reversed"},
+        **charts.totals(
+            frame.title,
+            frame.pool + frame.scratch,
+            [f"{g:.2f} GiB" for g in frame.pool],
+            widest=1.3,
+        ),
     )
 
 

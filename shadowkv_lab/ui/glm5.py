@@ -330,7 +330,7 @@ def reproduction_view(
     context: Context = 1024,
     concurrency: Concurrency = 1,
     rest_ms: Annotated[float, Number("rest, ms (0: derive)", 0.5)] = 0.0,
-    rest_grows: Annotated[bool, Tick("rest grows with the requests")] = True,
+    rest_grows: Annotated[bool, Tick("the rest grows")] = True,
     before_ms: Annotated[float | None, Number("your TPOT before, ms", 0.1)] = None,
     after_ms: Annotated[float | None, Number("your TPOT after, ms", 0.1)] = None,
     pool_tokens: Annotated[int | None, Number("your pool, slots", 64, True)] = None,

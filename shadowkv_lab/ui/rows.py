@@ -103,9 +103,10 @@ def sentence(
         run = "the one request runs" if load.concurrency == 1 else f"all {load.concurrency} run"
     said.append(f"{kept}; {run}.")
     word = best.step.provenance.kind.value
+    of_rest = f'<abbr title="{_(rest.provenance.how, True)}">{rest.provenance}</abbr>'
     said.append(
-        f"<br><b>How sure</b>: {own}; its step is {word}, the rest of {best.rest_ms:.1f} ms "
-        f'<abbr title="{_(rest.provenance.how, True)}">{rest.provenance}</abbr>.'
+        f"<br><b>How sure</b>: {own}; its step is {word}, the rest (GEMMs, MoE, all-reduce, host) "
+        f"of {best.rest_ms:.1f} ms {of_rest}."
     )
     if load.tokens_per_step > 1:
         said.append(
@@ -196,9 +197,9 @@ def _row(a: Answer, load: Load, scale: float, best: Answer | None, seen: Seen | 
     bar += f'<i style="flex:0 0 {scale * a.rest_ms:.2f}%;background:{REST}"></i>'
     bar += f"<span>{a.whole_ms:.1f}</span>"
     if seen:
-        who = _(seen.who, True)
-        bar += f'<span title="{who}"><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>'
+        bar += f"<span><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>"
     told = ", ".join(f"{name} {_ms(ms)}" for name, ms, _shade in parts if ms >= 0.005)
+    told += f"; seen: {_(seen.who.partition(':')[0])}" if seen else ""
     whence = _(f"{a.step.provenance}: {a.step.provenance.how}", True)
     style = f"border-bottom:2px {_border(a.step.provenance.kind)} #888"
     return (
