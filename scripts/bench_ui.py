@@ -73,7 +73,7 @@ class Page:
         self.notebook = lab.open(browser, name)
         self.notebook.run_all()
         self.app = self.notebook.app()
-        self.app.root.locator(".gtitle").first.wait_for()
+        self.app.root.locator(".gtitle").first.wait_for(timeout=120_000)
         self.notebook.page.wait_for_timeout(1000)
         self.app.root.evaluate(WATCH)
 
@@ -84,7 +84,7 @@ class Page:
         row = root.locator(".widget-inline-hbox, .widget-checkbox", has_text=label).first
         found, there = [], True
         for _ in range(PRESSES):
-            keys = {"Dropdown": ("ArrowDown", "ArrowUp"), "Checkbox": ("Space", "Space")}
+            keys = {"Dropdown": ("End", "Home"), "Checkbox": ("Space", "Space")}
             key = keys.get(kind, ("ArrowRight", "ArrowLeft"))[not there]
             there = not there
             if kind == "SelectionSlider":
@@ -179,7 +179,7 @@ def first_answer(lab, browser) -> int:
     page.get_by_role("menuitem", name="Run", exact=True).click()
     start = time.perf_counter()
     page.get_by_text("Run All Cells", exact=True).click()
-    app.root.locator(".gtitle").first.wait_for()
+    app.root.locator(".gtitle").first.wait_for(timeout=120_000)
     shown = time.perf_counter() - start
     before = app.root.locator(".sk-middle").inner_text()
     app.slider("concurrency").focus()
