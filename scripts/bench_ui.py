@@ -104,6 +104,9 @@ class Page:
             at = page.evaluate("[window.bench.pressed, window.bench.last]")
             if at[0] and at[1] > at[0]:
                 found.append(at[1] - at[0])
+        root.get_by_role("button", name="Reset", exact=True).click()
+        page.wait_for_timeout(250)
+        page.wait_for_function(QUIET, timeout=60_000)
         return found
 
 
