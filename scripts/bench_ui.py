@@ -81,7 +81,10 @@ class Page:
         """ms of each press of a control, to and fro; empty where it cannot be pressed now."""
         root, page = self.app.root, self.notebook.page
         kind, label = type(control).__name__, control.description
-        row = root.locator(".widget-inline-hbox, .widget-checkbox", has_text=label).first
+        named = page.locator(f'.widget-label:text-is("{label}")')
+        row = root.locator(".widget-inline-hbox").filter(has=named).first
+        if kind == "Checkbox":
+            row = root.locator(".widget-checkbox", has_text=label).first
         found, there = [], True
         for _ in range(PRESSES):
             keys = {"Dropdown": ("End", "Home"), "Checkbox": ("Space", "Space")}

@@ -240,6 +240,7 @@ def curve(
     limit = x if along == "pool" else field.limit
     rates, running = field.rates(R, n, limit)
     lead = field.leaders(rates, running, R)
+    here = lead[int(np.searchsorted(x, at))] if len(lead) else -1
     by_line = {(line.strategy.label, line.cut): i for i, line in enumerate(field.lines)}
     traces, ends = [], ([], [], [])
     for label, cut in _every():
@@ -266,7 +267,11 @@ def curve(
                 "x": xs,
                 "y": ys,
                 "name": label.title + (", cut to the load" if cut else ""),
-                "line": {"color": label.colour, "width": 2, "dash": _dash(field, i, cut)},
+                "line": {
+                    "color": label.colour,
+                    "width": 5 if i == here else 2,
+                    "dash": _dash(field, i, cut),
+                },
                 "customdata": words,
                 "hovertemplate": "%{fullData.name}<br>%{y:,.1f} tok/s at %{x:,} "
                 + f"{UNITS[along]}%{{customdata}}<extra></extra>",

@@ -11,7 +11,7 @@ from shadowkv_lab.load import Load
 from shadowkv_lab.steps.answer import Answer
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import charts
-from shadowkv_lab.ui.rows import named
+from shadowkv_lab.ui.rows import leader, named
 
 # Of squares, in pixels of the picture as it is drawn; a note is as wide as NOTE.
 LARGEST, GAP, LEAST, NOTE = 340.0, 12.0, 3.0, 130.0
@@ -118,12 +118,14 @@ def answer_bars(
         f"{a.tpot_ms:.1f} ms, {a.tokens_per_s:,.1f} tok/s, {a.kept_tokens:,} tokens" for a in runs
     ]
     texts += [f"{each:.1f} ms, {1000 / each:.1f} tok/s" for each in ms]
-    first, last = runs[0], runs[-1]
+    first, last = leader(runs, load), runs[-1]
+    untried = ", ".join(named(a) for a in runs if a.untried)
     return charts.figure(
         charts.heading(
             f"{named(last)} takes {last.tpot_ms:.1f} ms per token, {named(first)} "
             f"{first.tpot_ms:.1f}",
-            f"{load} tokens; bars: ms per token by phase; tokens: what the pool keeps",
+            f"{load} tokens; bars: ms per token by phase; tokens: what the pool keeps"
+            + (f"; never run on this card: {untried}" if untried else ""),
         ),
         bars,
         "ms per token",
