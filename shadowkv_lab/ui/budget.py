@@ -301,7 +301,8 @@ def budget_view(
         except DoesNotFit as error:
             if "kv_gib" in typed:
                 raise
-            return View([over_the_card(at, error)], error.remedy, unanswered=error)
+            none = charts.figure(charts.heading("no token is kept", error.remedy), height=260)
+            return View([over_the_card(at, error), none], error.remedy, unanswered=error)
     if not plan.capacities:
         raise CannotRun(f"No strategy of {dtype} rows: {plan.refused[0].verdict.reason}")
     note = f"<pre>{html.escape(plan.formula, quote=False)}</pre>"
