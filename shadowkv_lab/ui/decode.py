@@ -306,8 +306,10 @@ def _chosen(settings: dict) -> list[str]:
 def _grid(stamps: tuple) -> pd.DataFrame:
     """The settings of recorded replays, one a row."""
     seen = [s.setting for s in steps.recorded() if s.mode == "graph"]
-    rows = [(s.model.name, s.heads, s.pool_tokens, *vars(s.load).values()) for s in seen]
-    columns = ["model", "heads", "pool_tokens", "concurrency", "context", "tokens_per_step"]
+    rows = [
+        (s.model.name, s.heads, s.pool_tokens, s.load.concurrency, s.load.context) for s in seen
+    ]
+    columns = ["model", "heads", "pool_tokens", "concurrency", "context"]
     return pd.DataFrame(rows, columns=columns).drop_duplicates()
 
 
