@@ -37,6 +37,8 @@ def command(application) -> typing.Callable[..., None]:
             control.check(start[name], start)
         with progress(quiet=as_json) as report:
             view = application(**settings, work=Work(report))
+        if view.unanswered:
+            raise view.unanswered
         if as_json:
             typer.echo(view.table.to_json(orient="records", indent=1))
             return

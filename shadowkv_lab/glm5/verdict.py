@@ -79,7 +79,7 @@ def smaller_pools(
 ) -> pd.DataFrame:
     """The cheapest remedy, a flag: full cast over a pool that `--max-total-tokens` limits.
 
-    One request; the whole pool comes last.
+    One request, in the pools that hold it; the whole pool comes last.
     """
     at, load = report(card), Load(1, published()["default_context"] if context is None else context)
     rest = rest or report_rest(card, context)
@@ -99,6 +99,7 @@ def smaller_pools(
                 provenance=str(a.provenance),
             )
             for a in found
+            if a.runs
         ]
     )
 
@@ -106,6 +107,8 @@ def smaller_pools(
 def flag_first(table: pd.DataFrame) -> str:
     """`smaller_pools` in a sentence."""
     *cut, whole = table.itertuples()
+    if not cut:
+        return f"No smaller pool of those tried holds the request; {whole.pool_tokens:,} tokens do."
     each = [f"{row.tokens_per_s:.0f} tok/s at {_k(row.pool_tokens)} tokens" for row in cut]
     return (
         f"The cheapest remedy is a flag. {FLAG} shrinks the pool, and the cast with it: "

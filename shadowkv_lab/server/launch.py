@@ -9,11 +9,15 @@ PLAIN = ("full_cast", "bf16_pool")  # what an SGLang without the plug-in does
 
 
 def launch_line(
-    strategy: "Strategy | str", deployment: Deployment, max_total_tokens: int | None = None
+    strategy: "Strategy | str",
+    deployment: Deployment,
+    max_total_tokens: int | None = None,
+    tokens_per_step: int = 1,
 ) -> str:
     """The command for SGLang, with the plug-in's variables where the strategy needs it.
 
-    `max_total_tokens` caps the pool. Raises `CannotRun` with the reason where there is no such
+    `max_total_tokens` caps the pool; more than one token per step is drafted by the model's MTP
+    layer. Raises `CannotRun` with the reason where there is no such
     server.
     """
     strategy = parse(strategy)
@@ -34,6 +38,9 @@ def launch_line(
         max_total_tokens = deployment.rows(strategy)  # SGLang sizes its pool without the copy
     if max_total_tokens:
         flags += [f"--max-total-tokens {max_total_tokens}"]
+    if tokens_per_step > 1:
+        flags += [f"--speculative-algorithm EAGLE --speculative-num-steps {tokens_per_step - 1}"]
+        flags += [f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens_per_step}"]
     variables = ""
     if strategy.name not in PLAIN:
         variables = f"SHADOWKV_STRATEGY={strategy.name} "
@@ -51,6 +58,8 @@ def no_line(strategy: Strategy, deployment: Deployment) -> str:
     if strategy.kinds != ("bf16",) and LAYOUTS[deployment.layout] != "fp8":
         return f"its rows lie as {deployment.layout}"
     if strategy.name not in PLAIN:
+        if deployment.mtp:
+            return "the plug-in was not written for a draft's steps"
         if deployment.layout != "fp8_e4m3":
             return f"the plug-in reads fp8_e4m3 rows, and these are {deployment.layout}"
         if deployment.data_parallel > 1 or deployment.pipeline_parallel > 1:

@@ -1,7 +1,8 @@
 """A deployment's strategies as contenders: capacity and step are read off it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from shadowkv_lab.serving.lines import StepTime
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, Engine, simulate
 from shadowkv_lab.serving.traffic import Traffic
 from shadowkv_lab.steps.answer import anchored
-from shadowkv_lab.steps.fit import fit
+from shadowkv_lab.steps.fit import Fit, fit
 from shadowkv_lab.steps.predict import predict_at
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import Step
@@ -80,14 +81,7 @@ def _contender(strategy: Strategy, deployment: Deployment, rest: Rest) -> Conten
     if not rows:
         raise DoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
     tokens = deployment.tokens(strategy) * deployment.data_parallel
-    most, fitted = deployment.model.max_positions, fit()
-
-    def step(running: int, live_tokens: float) -> Step:
-        load = deployment.share(Load(running, live_tokens / running))
-        # Ranks that hold a request more than others hold shorter ones.
-        load = replace(load, context=min(load.context, rows // load.concurrency))
-        setting = replace(deployment.setting(pool_tokens=rows), load=load)
-        return predict_at(strategy, setting, deployment.card, fitted=fitted)
+    most, step = deployment.model.max_positions, _steps(strategy, deployment, rows, fit())
 
     def knots(running: int) -> list[float]:
         # Whole tokens per request: a prediction checks that they fit.
@@ -102,6 +96,23 @@ def _contender(strategy: Strategy, deployment: Deployment, rest: Rest) -> Conten
     if seen[1]["cast"].bytes and deployment.engine == "sglang":
         cast = StepTime(lambda _, read: step(1, min(read, tokens, most))["cast"].ms, known)
     return Contender(strategy.label, tokens, time, cast, chunk_tokens(deployment), deployment)
+
+
+@lru_cache(maxsize=64)
+def _steps(
+    strategy: Strategy, deployment: Deployment, rows: int, fitted: Fit
+) -> Callable[[int, float], Step]:
+    """The predicted step by running requests and their live tokens, each predicted once."""
+    setting = deployment.setting(pool_tokens=rows)
+
+    @lru_cache(maxsize=8192)
+    def step(running: int, live_tokens: float) -> Step:
+        load = deployment.share(Load(running, live_tokens / running))
+        # Ranks that hold a request more than others hold shorter ones.
+        load = replace(load, context=min(load.context, rows // load.concurrency))
+        return predict_at(strategy, replace(setting, load=load), deployment.card, fitted=fitted)
+
+    return step
 
 
 def engine(contender: Contender, **options) -> Engine:

@@ -29,8 +29,9 @@ class Answer:
     """What one strategy makes of a load in a deployment.
 
     `running` of the load's requests run at once, as many as its pool holds; the others wait.
-    `tpot_ms` is the step of the whole model, `tokens_per_s` those of all that run, `low` and
-    `high` the ends of its range. A strategy that cannot run has a `reason` and no numbers.
+    `tpot_ms` is the step of the whole model over the tokens of each request that it is `accepted`
+    for (1 without MTP), `tokens_per_s` those of all that run, `low` and `high` the ends of its
+    range. A strategy that cannot run has a `reason` and no numbers.
     """
 
     strategy: Label
@@ -47,6 +48,12 @@ class Answer:
     reason: str = ""
     untried: str = ""
     cut: bool = False  # the pool cut to what the load needs: --max-total-tokens
+    accepted: float = 1.0
+
+    @property
+    def whole_ms(self) -> float:
+        """The step of the whole model."""
+        return self.tpot_ms * self.accepted
 
     @property
     def runs(self) -> bool:
@@ -75,9 +82,14 @@ def answer(
     *,
     pool_tokens: int | None = None,
     cut: bool = False,
+    accepted: float = 1.0,
 ) -> Answer:
     """One strategy's answer. `pool_tokens` limits the pool, as --max-total-tokens does; `cut`
-    takes the smallest pool that holds the load."""
+    takes the smallest pool that holds the load.
+
+    Of the load's tokens per step `accepted` are kept (MTP); the rest is that of as many requests
+    as there are tokens in a step, and drafting is left out.
+    """
     strategy = parse(strategy)
     verdict = can_run(strategy, deployment)
     if not verdict:
@@ -98,9 +110,10 @@ def answer(
         return Answer(strategy.tag, tokens, reason=why, untried=verdict.untried, cut=cut)
     at_once = Load(running, load.context, load.tokens_per_step)
     step = predict(strategy, deployment, at_once, pool_tokens=rows)
-    rest_ms, tpot_ms = rest(running), rest(running) + step.ms
-    (low, high), (rest_low, rest_high) = step.range_ms, rest.range_ms(running)
-    produced = 1000 * running
+    in_step = running * load.tokens_per_step
+    rest_ms, whole_ms = rest(in_step), rest(in_step) + step.ms
+    (low, high), (rest_low, rest_high) = step.range_ms, rest.range_ms(in_step)
+    produced = 1000 * running * accepted
     return Answer(
         strategy.tag,
         tokens,
@@ -108,13 +121,14 @@ def answer(
         running,
         step,
         rest_ms,
-        tpot_ms,
-        produced / tpot_ms,
+        whole_ms / accepted,
+        produced / whole_ms,
         produced / (high + rest_high),
         produced / (low + rest_low),
         step.provenance + rest.provenance,
         untried=verdict.untried,
         cut=cut,
+        accepted=accepted,
     )
 
 
@@ -125,17 +139,18 @@ def answers(
     *,
     pool_tokens: int | None = None,
     strategies: Iterable["Strategy | str"] | None = None,
+    accepted: float = 1.0,
 ) -> list[Answer]:
     """Every strategy's answer, the fastest first, then those that cannot run.
 
     A strategy whose cast grows with the pool has a second answer, over a pool cut to the load.
     """
-    found = []
+    found, more = [], {"pool_tokens": pool_tokens, "accepted": accepted}
     for strategy in map(parse, strategies or [kind() for kind in STRATEGIES.values()]):
-        one = answer(strategy, deployment, load, rest, pool_tokens=pool_tokens)
+        one = answer(strategy, deployment, load, rest, **more)
         found.append(one)
         if one.runs and casts_by_pool(strategy, deployment):
-            cut = answer(strategy, deployment, load, rest, pool_tokens=pool_tokens, cut=True)
+            cut = answer(strategy, deployment, load, rest, cut=True, **more)
             if cut.runs and cut.kept_tokens < one.kept_tokens:
                 found.append(cut)
     return sorted(found, key=lambda a: (not a.runs, -a.tokens_per_s, a.strategy.order))

@@ -43,7 +43,7 @@ class Answer(NamedTuple):
     provenance: Provenance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fit:
     """All tables of some evidence."""
 

@@ -45,11 +45,12 @@ class Grid:
     page_size: int
     groups: int  # data-parallel ranks
     times: Mapping[str, Times]
+    tokens_per_step: int = 1  # of each request
 
     def tokens_per_s(
         self, label: str, rows: int, rest: Rest, concurrency, context, cut: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """tok/s and the requests that run, over arrays of concurrency and context.
+        """tok/s, one a step of each request, and the requests that run, over arrays of loads.
 
         `rows` are the slots of one GPU's pool (a number or an array); `cut` takes no more of them
         than the load needs.
@@ -62,7 +63,9 @@ class Grid:
             rows = np.minimum(rows, each * -(-R // self.groups))
         ms = _between(own.load.sum(2), running, n) + np.interp(rows, POOLS, own.pool)
         counts, which = np.unique(running, return_inverse=True)
-        rest_ms = np.array([rest(max(1, count)) for count in counts.tolist()])[which]
+        rest_ms = np.array(
+            [rest(max(1, count) * self.tokens_per_step) for count in counts.tolist()]
+        )[which]
         return 1000 * running / (ms + rest_ms.reshape(ms.shape)), running
 
 
@@ -81,48 +84,52 @@ def _place(at: np.ndarray, knots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return i, (at - knots[i]) / (knots[i + 1] - knots[i])
 
 
-def ready(deployment: Deployment) -> bool:
+def ready(deployment: Deployment, tokens_per_step: int = 1) -> bool:
     """Whether `grid` has it already."""
-    return _key(deployment) in _made
+    return _key(deployment, tokens_per_step) in _made
 
 
 _made: dict[tuple, Grid] = {}
 
 
-def grid(deployment: Deployment, stage=lambda text, done: None) -> Grid:
+def grid(deployment: Deployment, stage=lambda text, done: None, tokens_per_step: int = 1) -> Grid:
     """The grid of a deployment's model, card, spread and layout; made once, in under a second.
 
     `stage` is told how far it is, and may raise to stop.
     """
-    key = _key(deployment)
+    key = _key(deployment, tokens_per_step)
     if key not in _made:
         runs = {kind: can_run(kind(), deployment) for kind in STRATEGIES.values()}
         chosen = [kind() for kind, verdict in runs.items() if verdict]
         times = {}
         for i, strategy in enumerate(chosen):
             stage(f"curves and map: {strategy.title}", i / len(chosen))
-            times[strategy.label] = _times(strategy, deployment, runs[type(strategy)].untried)
+            untried = runs[type(strategy)].untried
+            times[strategy.label] = _times(strategy, deployment, untried, tokens_per_step)
         if len(_made) > 30:
             _made.clear()
-        _made[key] = Grid(deployment.page_size, deployment.data_parallel, times)
+        groups = deployment.data_parallel
+        _made[key] = Grid(deployment.page_size, groups, times, tokens_per_step)
     return _made[key]
 
 
-def _key(at: Deployment) -> tuple:
+def _key(at: Deployment, tokens_per_step: int) -> tuple:
     spread = at.tensor_parallel, at.data_parallel, at.pipeline_parallel, at.decode_context_parallel
-    return at.model, at.card, at.layout, at.page_size, at.engine, spread, tuple(STRATEGIES.values())
+    model = at.model, at.card, at.layout, at.page_size, at.engine, tokens_per_step
+    return *model, spread, tuple(STRATEGIES.values())
 
 
-def _times(strategy: Strategy, deployment: Deployment, untried: str) -> Times:
+def _times(strategy: Strategy, deployment: Deployment, untried: str, tokens_per_step: int) -> Times:
     """A strategy's predictions at each load, and its cast at each pool where that decides it."""
     page, phases = deployment.page_size, ("cast", "attention", "write")
     by_pool = casts_by_pool(strategy, deployment)
     load = np.zeros((len(REQUESTS), len(CONTEXTS), len(phases)))
     for i, R in enumerate(REQUESTS):
         for j, n in enumerate(CONTEXTS):
-            share = deployment.share(Load(R, n))
+            load_of = Load(R, n, tokens_per_step)
+            share = deployment.share(load_of)
             needed = -(-int(share.context) // page) * page * share.concurrency
-            step = predict(strategy, deployment, Load(R, n), pool_tokens=needed)
+            step = predict(strategy, deployment, load_of, pool_tokens=needed)
             load[i, j] = [0.0 if by_pool and p == "cast" else step[p].ms for p in phases]
     pool = np.zeros(len(POOLS))
     if by_pool:

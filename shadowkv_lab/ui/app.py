@@ -22,7 +22,7 @@ from shadowkv_lab.ui import charts, display, plots, tables
 if TYPE_CHECKING:
     from shadowkv_lab.ui.application import Application
 
-CONTROL_WIDTH = "540px"
+CONTROL_WIDTH = "472px"
 BUSY_AFTER_S = 0.2  # quicker answers need no indicator
 
 CSS = """<style>
@@ -42,7 +42,9 @@ class View:
     """What one setting shows: figures, a line about them, and the numbers behind them.
 
     `columns` are those of the table that are to be read. `more` has the tables of figures that
-    `table` says nothing of, by name; `beside` a word beside a control, by its name.
+    `table` says nothing of, by name; `beside` a word beside a control, by its name. `unanswered`
+    is why there is no answer at this setting: an application says it in the answer's place, and a
+    command ends with it.
     """
 
     figures: Sequence[go.Figure]
@@ -51,11 +53,23 @@ class View:
     columns: Sequence[str] = ()
     more: dict[str, pd.DataFrame] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
+    unanswered: LabError | None = None
 
     @property
     def shown(self) -> pd.DataFrame:
         """The numbers, ready to be read."""
         return tables.table(self.table, self.columns or None)
+
+
+def unanswered(error: LabError, figures: int = 1, **more) -> View:
+    """The view of a setting that has no answer: the reason where the figures would be."""
+    title = charts.figure(
+        charts.heading("no answer at this setting", html.escape(error.what, quote=False)),
+        height=180,
+        xaxis={"visible": False},
+        yaxis={"visible": False},
+    )
+    return View([title] * figures, _in_place(error), unanswered=error, **more)
 
 
 class Cancelled(Exception):

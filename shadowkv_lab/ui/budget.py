@@ -8,9 +8,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import facts
-from shadowkv_lab.budget import Budget, budget
+from shadowkv_lab.budget import Budget, Capacity, budget
 from shadowkv_lab.deployment import GIB, Deployment, checked, deployment, published_deployment
-from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.errors import CannotRun, DoesNotFit, LabError
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
 from shadowkv_lab.provenance import assumed
@@ -27,8 +27,10 @@ from shadowkv_lab.ui.controls import (
     ModelName,
     Number,
     Paste,
+    TensorParallel,
     Tick,
     named,
+    spread,
 )
 
 FIXED = {"before weights": "#c9c9c9", "weights": "#9a9a9a", "reserve": "#e4e4e4"}
@@ -96,8 +98,7 @@ def tokens_that_fit(plan: Budget) -> go.Figure:
         for c in plan.capacities
     ]
     texts = [
-        f"{c.tokens:,} tokens, {c.requests:,} request{'s' * (c.requests != 1)} of "
-        f"{plan.load.context:,}"
+        f"{c.tokens:,} tokens, {charts.requests(c.requests)} of {plan.load.context:,}"
         for c in plan.capacities
     ]
     bars = charts.bar(
@@ -114,15 +115,59 @@ def tokens_that_fit(plan: Budget) -> go.Figure:
         textposition="outside",
         cliponaxis=False,
     )
+    load = plan.load
+    short = [t for t, c in zip(frame.title, plan.capacities, strict=True) if not _holds(c, load)]
+    held = f"all hold {charts.requests(load.concurrency)} of {load.context:,}"
+    if short:
+        asked = f"{charts.requests(load.concurrency)} of {load.context:,}"
+        held = f"{', '.join(short)} do{'es' * (len(short) == 1)} not hold {asked}"
+    line = charts.totals([], [], [], [(load.live_tokens, f"load, {load.live_tokens:,.0f}")])
     return charts.figure(
         charts.heading(
-            f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens",
+            f"{plan.kv_gib:.2f} GiB hold {max(by_kind):,} to {min(by_kind):,} tokens; {held}",
             f"{most}; calibrated: GiB / bytes per token",
         ),
         [bars],
         "tokens that fit",
-        xaxis={"range": [0, 1.75 * max(by_kind)], "tickformat": ",~s"},
+        margin={"t": 96},
+        shapes=line["shapes"],
+        annotations=[note | {"xanchor": "left"} for note in line["annotations"]],
+        xaxis={"range": [0, max(1.75 * max(by_kind), 1.1 * load.live_tokens)], "tickformat": ",~s"},
         yaxis={"autorange": "reversed"},
+    )
+
+
+def _holds(capacity: Capacity, load: Load) -> bool:
+    return capacity.requests >= load.concurrency
+
+
+def over_the_card(at: Deployment, why: DoesNotFit) -> go.Figure:
+    """Weights and reserve of one GPU against its card, where they leave nothing for KV."""
+    weights = at.checkpoint.weights_gib or 0.0
+    before = at.before_weights_gib
+    kept = (1 - at.memory_fraction) * (at.card.memory_gib - before)
+    parts = {"before weights": before, "weights": weights, "reserve": kept}
+    total = sum(parts.values())
+    name = f"{at.model.name} on {at.gpus} GPU{'s' * (at.gpus != 1)}"
+    return charts.figure(
+        charts.heading(
+            f"nothing is left for KV: {weights:.1f} GiB of weights on each {at.card.title} of "
+            f"{at.card.memory_gib:.1f} GiB",
+            why.what,
+        ),
+        [
+            charts.bar([name], [gib], part, FIXED[part], "assumed", unit=" GiB")
+            for part, gib in parts.items()
+        ],
+        "memory of one GPU (GiB)",
+        height=260,
+        **charts.totals(
+            [name],
+            [total],
+            [f"{total:.1f} GiB"],
+            [(at.card.memory_gib, f"card, {at.card.memory_gib:.1f} GiB")],
+            1.3,
+        ),
     )
 
 
@@ -163,9 +208,15 @@ def _memory(at: Deployment) -> dict[str, float]:
 
 def follow(settings: dict, name: str | None) -> dict:
     """Another model, card, spread or engine has other weights, and another KV memory."""
+    if name == "mtp":  # its weights are others; what was typed stays
+        before, after = (
+            _memory(_derived(settings | {"mtp": m})) for m in (not settings["mtp"], settings["mtp"])
+        )
+        return settings | {n: v for n, v in after.items() if settings[n] == before[n]}
     if name not in (None, "model", "gpu", "tensor_parallel", "engine"):
         return settings
     found = settings | {"model": named(settings["model"])}
+    found |= {"tensor_parallel": spread(found)} if name == "model" else {}
     own = _memory(_derived(found))
     return found | {n: v for n, v in own.items() if name or settings[n] is None}
 
@@ -193,11 +244,26 @@ def _as_typed(at: Deployment, typed: dict[str, float]) -> Deployment:
     return checked(replace(at, given=given))
 
 
-@application("shadowkv_lab.budget_app", changed=follow)
+def asleep(settings: dict) -> dict[str, str]:
+    """What a model without an index, or without an MTP layer, has no use for; without room for
+    KV, all that shares it out."""
+    model = load_model(settings["model"])
+    found = {} if model.mtp_layers else {"mtp": f"{model.name} has no MTP layer"}
+    try:
+        if not settings["log"].strip():
+            _as_typed(_derived(settings), _typed(settings)).memory()
+    except DoesNotFit:
+        found |= dict.fromkeys(("dtype", "concurrency", "context", "index"), "no room for KV")
+    except LabError:  # the view says it
+        pass
+    return found if model.dsa else found | {"index": f"{model.name} has no index"}
+
+
+@application("shadowkv_lab.budget_app", changed=follow, asleep=asleep)
 def budget_view(
     model: ModelName = "glm-5",
     gpu: CardName = "rtx-pro-6000-server",
-    tensor_parallel: Annotated[int, Menu("GPUs (TP)", (1, 2, 4, 8, 16))] = 8,
+    tensor_parallel: TensorParallel = 8,
     weights_gib: Annotated[
         float | None, Number("weights, GiB/GPU", 0.5, help="0: not known")
     ] = None,
@@ -230,7 +296,13 @@ def budget_view(
         reading = logs.read(read, model, gpu, **own)
         plan = budget(reading.deployment, load, kept)
     else:
-        plan = budget(_as_typed(at, typed), load, kept)
+        try:
+            plan = budget(_as_typed(at, typed), load, kept)
+        except DoesNotFit as error:
+            if "kv_gib" in typed:
+                raise
+            none = charts.figure(charts.heading("no token is kept", error.remedy), height=260)
+            return View([over_the_card(at, error), none], error.remedy, unanswered=error)
     if not plan.capacities:
         raise CannotRun(f"No strategy of {dtype} rows: {plan.refused[0].verdict.reason}")
     note = f"<pre>{html.escape(plan.formula, quote=False)}</pre>"

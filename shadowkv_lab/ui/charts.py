@@ -7,6 +7,7 @@ Frames are tidy: one row per strategy or point, with the columns `title`, `colou
 """
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
 import pandas as pd
@@ -22,6 +23,7 @@ pd.set_option("styler.format.escape", "html")  # a table's fields are text, as i
 OPACITY = {"cast": 1.0, "attention": 0.62, "write": 0.3}
 
 WIDTH, HEIGHT = 860, 420
+NOTE_LETTERS = 140  # of a note's line in a figure WIDTH wide
 LOG = {"type": "log", "dtick": "D2", "tickformat": ",~g"}  # ticks at 1, 2 and 5 of each decade
 AXIS = {
     "showline": True,
@@ -66,8 +68,14 @@ def tag(strategy) -> Label:
 
 
 def heading(finding: str, note: str = "") -> str:
-    """A finding, and beneath it, smaller, what it rests on."""
-    return f"{finding[0].upper()}{finding[1:]}" + (f"<br><sup>{note}</sup>" if note else "")
+    """A finding, and beneath it, smaller, what it rests on, in lines that a figure has room for."""
+    lines = textwrap.wrap(note, NOTE_LETTERS)
+    return f"{finding[0].upper()}{finding[1:]}" + "".join(f"<br><sup>{x}</sup>" for x in lines)
+
+
+def requests(count: int) -> str:
+    """Requests, counted: "1 request"."""
+    return f"{count:,} request{'' if count == 1 else 's'}"
 
 
 OURS = re.compile(r"<(?!(?:/?(?:b|i|em|sup|sub|pre|code|extra)|br)>)")
@@ -104,7 +112,7 @@ def figure(
         "title": {"text": title},
         "width": WIDTH,
         "height": HEIGHT,
-        "margin": {"l": 70, "r": 20, "t": 70, "b": 90},
+        "margin": {"l": 70, "r": 20, "t": 70 + 14 * max(0, title.count("<sup>") - 1), "b": 90},
         "legend": {"orientation": "h", "y": -0.2},
         "xaxis": {"title": {"text": x}, **(LOG if log_x else {})},
         "yaxis": {"title": {"text": y}, **(LOG if log_y else {})},

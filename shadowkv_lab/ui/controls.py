@@ -200,11 +200,24 @@ def named(model: object) -> str:
     return name if name in known_models() else str(model)
 
 
+def spreads(settings: dict) -> list[int]:
+    """Options of a menu over tensor parallelism: GPUs that can share the model's heads."""
+    heads = load_model(settings["model"]).heads
+    return [n for n in (1, 2, 4, 8, 16) if heads % n == 0]
+
+
+def spread(settings: dict) -> int:
+    """The tensor parallelism as it is set, or the most of another model's GPUs below it."""
+    asked, found = settings["tensor_parallel"], spreads(settings)
+    return max(n for n in found if n <= asked) if max(found) < asked else asked
+
+
 def powers(first: int, last: int) -> list[int]:
     """Doubled numbers from `first` to `last`."""
     return [first << k for k in range((last // first).bit_length())]
 
 
+TensorParallel = Annotated[int, Menu("GPUs (TP)", spreads)]
 ModelName = Annotated[str, Menu("model", models)]
 CardName = Annotated[str, Menu("GPU", cards(machine.known_cards), "GPU")]
 Context = Annotated[int, Slider("context", powers(256, 131_072), "tokens")]

@@ -14,8 +14,11 @@ import plotly.graph_objects as go
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import Deployment
 from shadowkv_lab.load import Load
+from shadowkv_lab.rules import can_run
 from shadowkv_lab.steps import step as steps
+from shadowkv_lab.steps.fit import fit
 from shadowkv_lab.steps.grid import CONTEXTS, REQUESTS, Grid
+from shadowkv_lab.steps.predict import predict
 from shadowkv_lab.steps.rest import Rest, whole_servers
 from shadowkv_lab.strategies import STRATEGIES, Label, parse
 from shadowkv_lab.ui import charts
@@ -88,6 +91,45 @@ def seen(at: Deployment, rest: Rest, measured: Sequence[steps.Step] = ()) -> lis
     return found
 
 
+READERS = ("bf16_pool", "native_fp8", "fused_fp8")  # one strategy for what attention reads
+
+
+def timed(at: Deployment, rest: Rest, load: Load, along: str, limit: int) -> list[Seen]:
+    """Attention as it was timed on this card with these heads, on one line each.
+
+    Beside a time of all layers stand the strategy's other phases and the rest, as predicted. Only
+    times of the kernel that the prediction takes there count.
+    """
+    tables = fit().tables
+    mine = [
+        k for k in tables if (k.phase, k.card, k.heads) == ("attention", at.card.name, at.heads)
+    ]
+    found = {}
+    for name in READERS if mine else ():
+        strategy = parse(name)
+        rows = min(at.rows(strategy), limit) if can_run(strategy, at) else 0
+        for key in (k for k in mine if k.reads == strategy.reads and not k.gathered):
+            for R, (sizes, times) in tables[key].rows.items():
+                if along != "concurrency" and load.concurrency != R:
+                    continue
+                for n, ms in zip(sizes.tolist(), times.tolist(), strict=True):
+                    fits = R * n <= rows and n <= at.model.max_positions and n == int(n)
+                    if not fits or (along != "context" and load.context != n):
+                        continue
+                    step = predict(strategy, at, Load(int(R), int(n)), pool_tokens=rows)
+                    attention = step["attention"]
+                    if attention.curve != key.kernel:
+                        continue
+                    whole = step.ms - attention.ms + at.model.layers * ms + rest(R)
+                    who = f"{tables[key].kind.value} attention, {key.kernel}; the rest predicted"
+                    seen_ = Seen(strategy.tag, 1000 * R / whole, who, int(R), int(n), None, False)
+                    own_pages = key.page_size == at.page_size
+                    found.setdefault((name, R, n), seen_)
+                    if own_pages:
+                        found[name, R, n] = seen_
+    return list(found.values())
+
+
 @cache
 def _replays(stamps: tuple) -> list[steps.Step]:
     return steps.replays(steps.recorded())
@@ -139,6 +181,7 @@ class Field:
     lines: tuple[Line, ...]
     rest: Rest
     limit: int
+    accepted: float = 1.0  # tokens of each request and step that are kept
 
     @property
     def untried(self) -> list[bool]:
@@ -164,7 +207,7 @@ class Field:
             label = line.strategy.label
             found.append(self.grid.tokens_per_s(label, rows, self.rest, R, n, line.cut))
         rates, running = (np.array(part) for part in zip(*found, strict=True))
-        return rates, running
+        return self.accepted * rates, running
 
     def leaders(self, rates: np.ndarray, running: np.ndarray, R) -> np.ndarray:
         """The line that leads at each point, -1 where none runs: of those that hold the load and
@@ -197,6 +240,7 @@ def curve(
     limit = x if along == "pool" else field.limit
     rates, running = field.rates(R, n, limit)
     lead = field.leaders(rates, running, R)
+    here = lead[int(np.searchsorted(x, at))] if len(lead) else -1
     by_line = {(line.strategy.label, line.cut): i for i, line in enumerate(field.lines)}
     traces, ends = [], ([], [], [])
     for label, cut in _every():
@@ -223,7 +267,11 @@ def curve(
                 "x": xs,
                 "y": ys,
                 "name": label.title + (", cut to the load" if cut else ""),
-                "line": {"color": label.colour, "width": 2, "dash": _dash(field, i, cut)},
+                "line": {
+                    "color": label.colour,
+                    "width": 5 if i == here else 2,
+                    "dash": _dash(field, i, cut),
+                },
                 "customdata": words,
                 "hovertemplate": "%{fullData.name}<br>%{y:,.1f} tok/s at %{x:,} "
                 + f"{UNITS[along]}%{{customdata}}<extra></extra>",
@@ -244,8 +292,10 @@ def curve(
     log_y = along == "concurrency"
     marks = () if log_y else marks
     through = _through(along, load, field.limit)
-    through += ", dashes: not run on this card" if any(field.untried) else ""
-    title = charts.heading(_finding(field, along, x, lead), through)
+    keys = ["dots: pool cut"] if any(line.cut for line in field.lines) else []
+    keys += ["dashes: untried here"] if any(field.untried) else []
+    keys += ["rings: seen"] if rings[0] else []
+    title = charts.heading(_finding(field, along, x, lead), "; ".join([through, *keys]))
     shapes = [_rule(x0=at, x1=at, y0=0, y1=1, yref="paper")]
     notes = [
         {
@@ -254,11 +304,13 @@ def curve(
             **{"font": {"size": 10, "color": "#444"}},
         }
     ]
+    lowest = min((rate for rate, _ in marks), default=0.0)
     for rate, words in marks:
         shapes.append(_rule(x0=0, x1=1, xref="paper", y0=rate, y1=rate))
         notes.append(
             {
-                **{"x": 0.01, "xref": "paper", "xanchor": "left", "y": rate, "yanchor": "bottom"},
+                **{"x": 0.01, "xref": "paper", "xanchor": "left", "y": rate},
+                "yanchor": "top" if rate == lowest and len(marks) > 1 else "bottom",
                 **{"text": words, "font": {"size": 10, "color": "#444"}},
             }
         )
@@ -345,7 +397,7 @@ def _through(along: str, load: Load, limit: int) -> str:
         "pool": f"pool up to {limit:,} tokens",
     }
     held = ", ".join(text for name, text in parts.items() if name != along)
-    return f"{held}; dots: pool cut"
+    return held
 
 
 def lead_map(field: Field, load: Load) -> go.Figure:

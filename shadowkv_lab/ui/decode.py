@@ -20,16 +20,7 @@ from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import Cancelled, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import (
-    Concurrency,
-    Context,
-    Menu,
-    ModelName,
-    Several,
-    Slider,
-    Tick,
-    named,
-)
+from shadowkv_lab.ui.controls import Menu, Several, Slider, Tick, models, named, powers
 from shadowkv_lab.ui.plots import Figures
 
 files.reader(Step)  # built when the lab is imported, not in its first view: 50 ms
@@ -77,7 +68,8 @@ def _ratio_title(frame: pd.DataFrame) -> str:
 
 
 def _same(values: pd.Series) -> str:
-    return f"{values.iloc[0]:,}" if values.nunique() == 1 else "several"
+    low, high = values.min(), values.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _moved(frame: pd.DataFrame, column: str) -> list[str]:
@@ -113,8 +105,8 @@ def against_concurrency(frame: pd.DataFrame) -> go.Figure:
     many = frame[frame.concurrency == frame.concurrency.max()]
     if len(many) and frame.concurrency.nunique() > 1:
         best = many.loc[many.step_ms.idxmin()]
-        finding = f"At {best.concurrency} requests {best.title} is fastest: {best.step_ms:.2f} ms "
-        finding += "per step"
+        finding = f"At {charts.requests(best.concurrency)} {best.title} is fastest: "
+        finding += f"{best.step_ms:.2f} ms per step"
     where = f"pool {_same(frame.pool_tokens)}, context {_same(frame.context)}"
     return _against(frame, charts.heading(finding, where), "concurrency", "running requests")
 
@@ -150,8 +142,12 @@ def memory_kept(frame: pd.DataFrame) -> go.Figure:
         charts.heading(finding + "counted", where),
         charts.phases(frame, parts, unit=" GiB"),
         "memory (GiB)",
-        barmode="stack",
-        yaxis={"autorange": "reversed"},
+        **charts.totals(
+            frame.title,
+            frame.pool + frame.scratch,
+            [f"{g:.2f} GiB" for g in frame.pool],
+            widest=1.3,
+        ),
     )
 
 
@@ -306,8 +302,39 @@ def _chosen(settings: dict) -> list[str]:
     return [*dict.fromkeys([*STRATEGIES, *chosen])]
 
 
+@lru_cache(maxsize=4)
+def _grid(stamps: tuple) -> pd.DataFrame:
+    """The settings of recorded replays, one a row."""
+    seen = [s.setting for s in steps.recorded() if s.mode == "graph"]
+    rows = [
+        (s.model.name, s.heads, s.pool_tokens, s.load.concurrency, s.load.context) for s in seen
+    ]
+    columns = ["model", "heads", "pool_tokens", "concurrency", "context"]
+    return pd.DataFrame(rows, columns=columns).drop_duplicates()
+
+
+def _offered(name: str, settings: dict, live: Sequence) -> list:
+    """Positions of a control: `live` ones when measuring here, else those of recorded runs.
+
+    Another model has other heads, and both have other pools and loads.
+    """
+    if settings["live"]:
+        return [*live]
+    found = _grid(facts.stamps("runs", "*.jsonl"))
+    for within in ("model", "heads"):
+        if within == name:
+            break
+        found = found[found[within] == settings[within]]
+    return sorted(found[name].unique().tolist())
+
+
+def _models(settings: dict) -> list[str]:
+    return [*dict.fromkeys([*_offered("model", settings, models(settings)), settings["model"]])]
+
+
 def _heads(settings: dict) -> list[int]:
-    return sorted({*HEADS, _own_heads(load_model(settings["model"]))})
+    own = _own_heads(load_model(settings["model"]))
+    return _offered("heads", settings, sorted({*HEADS, own})) or [own]
 
 
 def _sources(settings: dict) -> list[str]:
@@ -319,8 +346,18 @@ def _devices(settings: dict) -> dict[str, str]:
     return {name: f"{name}: {machine.device_title(name)}" for name in machine.devices()}
 
 
+def _requests(settings: dict) -> list[int]:
+    return _offered("concurrency", settings, powers(1, 128))
+
+
+def _contexts(settings: dict) -> list[int]:
+    return _offered("context", settings, powers(256, 131_072))
+
+
 def _pool_sizes(settings: dict) -> list[int]:
-    """Half-octave pool sizes from 2,048 up, in whole pages, the recorded ones among them."""
+    """Recorded pools; here half-octaves from 2,048 up, in whole pages, the recorded among them."""
+    if not settings["live"]:
+        return _offered("pool_tokens", settings, ())
     largest = _largest_pool(load_model(settings["model"]), torch.device(settings["device"]))
     sizes = [int(2 ** (11 + i / 2)) // 64 * 64 for i in range(18)]
     return [*(s for s in sizes if s <= max(largest, 495_616)), 65_536, 131_072, 262_144, 495_616]
@@ -355,6 +392,17 @@ def follow(settings: dict, name: str | None) -> dict:
     )
     if settings["pool_tokens"] is None:
         found["pool_tokens"] = min(495_616, largest) if settings["live"] else 495_616
+    if name == "live" and not settings["live"]:
+        here = _grid(facts.stamps("runs", "*.jsonl"))
+        here = here[here.model == found["model"]]
+        if here.empty:  # what was measured here of another model has no recorded run beside it
+            return follow(found | {"model": "glm-5"}, "model")
+        if found["heads"] not in set(here.heads):
+            found["heads"] = int(here.heads.iloc[0])
+    if name in ("model", "heads", "live") and not settings["live"]:
+        for each in ("pool_tokens", "concurrency", "context"):
+            if seen := _offered(each, found, ()):
+                found[each] = min(seen, key=lambda v: abs(np.log(v / (found[each] or v))))
     if name == "live" and settings["live"]:
         found["pool_tokens"] = min(settings["pool_tokens"], largest)
         most = found["pool_tokens"] // settings["concurrency"]
@@ -371,12 +419,19 @@ def _runs(strategy: str, device: torch.device) -> bool:
 SEEN: list[Step] = []  # measured in this session
 
 
-@application("shadowkv_lab.explorer", changed=follow, slow=lambda settings: settings["live"])
+def asleep(settings: dict) -> dict[str, str]:
+    """What a recorded run has no use for."""
+    return {} if settings["live"] else dict.fromkeys(("rows", "device"), "only to measure here")
+
+
+@application(
+    "shadowkv_lab.explorer", changed=follow, asleep=asleep, slow=lambda settings: settings["live"]
+)
 def step_view(
-    model: ModelName = "glm-5",
+    model: Annotated[str, Menu("model", _models)] = "glm-5",
     pool_tokens: Annotated[int | None, Slider("pool size", _pool_sizes, "slots")] = None,
-    concurrency: Concurrency = 1,
-    context: Context = 1024,
+    concurrency: Annotated[int, Slider("concurrency", _requests, "requests")] = 1,
+    context: Annotated[int, Slider("context", _contexts, "tokens")] = 1024,
     heads: Annotated[int | None, Menu("heads per GPU", _heads)] = None,
     strategies: Annotated[tuple[str, ...] | None, Several("strategies", _chosen)] = None,
     live: Annotated[bool, Tick("measure on this device")] = False,

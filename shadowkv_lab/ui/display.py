@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import os
 import queue
 import threading
 import warnings
@@ -13,19 +14,37 @@ from IPython.display import display
 
 BROWSER_TIMEOUT_S = 60  # a cold start on a busy machine takes seconds
 PLOTLY = "application/vnd.plotly.v1+json"
+SERVED = "JPY_SESSION_NAME"  # Jupyter's server names the notebook so, nbclient does not
+_ONE = threading.Lock()  # picture at a time
 
 
 def show(fig: go.Figure) -> None:
     """Display a figure so that JupyterLab draws it live and GitHub shows its picture.
 
     The output holds plotly JSON and, where a Chromium is found, a PNG; without one, a single
-    plain warning says so.
+    plain warning says so. In a notebook that somebody looks at, the PNG joins the output when it
+    is ready: a Chromium takes seconds to start, and applications would not answer meanwhile.
     """
     bundle = {PLOTLY: json.loads(fig.to_json()), "text/plain": _plain(fig)}
     bundle[PLOTLY]["config"] = {"responsive": True, "displaylogo": False}
+    if SERVED in os.environ:
+        place = display(bundle, raw=True, display_id=True)
+        threading.Thread(target=_complete, args=(place, bundle, fig), daemon=True).start()
+        return
+    _with_picture(bundle, fig)
+    display(bundle, raw=True)
+
+
+def _with_picture(bundle: dict, fig: go.Figure) -> bool:
+    """Put a figure's PNG into its output; whether there is one."""
     if (picture := png(fig)) is not None:
         bundle["image/png"] = base64.b64encode(picture).decode()
-    display(bundle, raw=True)
+    return picture is not None
+
+
+def _complete(place, bundle: dict, fig: go.Figure) -> None:
+    if _with_picture(bundle, fig):
+        place.update(bundle, raw=True)
 
 
 def png(fig: go.Figure) -> bytes | None:
@@ -33,9 +52,8 @@ def png(fig: go.Figure) -> bytes | None:
 
     Scale 1: JupyterLab shows a stored PNG at its pixel size, so a larger one would be cropped.
     """
-    if not _browser():
-        return None
-    return fig.to_image("png")
+    with _ONE:
+        return fig.to_image("png") if _browser() else None
 
 
 @cache
@@ -82,4 +100,5 @@ def _first_picture() -> bytes | BaseException:
 
 def _plain(fig: go.Figure) -> str:
     text = fig.layout.title.text or "figure"
+    text = text.replace("</sup><br><sup>", " ")
     return text.replace("<br>", " ").replace("<b>", "").replace("</b>", "")

@@ -20,12 +20,13 @@ from jinja2 import pass_context
 from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import InvalidNotebook, IPythonRenderer, MarkdownWithMath
+from plotly import graph_objects as go
 from plotly.offline import get_plotlyjs
 from pygments.formatters import HtmlFormatter
 
 from shadowkv_lab.errors import BadFile
 from shadowkv_lab.files import ready, write
-from shadowkv_lab.ui import live, notebooks
+from shadowkv_lab.ui import live, notebooks, plots
 from shadowkv_lab.ui.display import PLOTLY
 
 OUT = Path("out")
@@ -58,6 +59,7 @@ p code, li code, td code { background: #f2f2f2; padding: 1px 4px; border-radius:
   padding: 2px 12px; overflow-x: auto; }
 .prompt { display: none; }
 .output_area { overflow-x: auto; margin: 0.6em 0; }
+.output_area pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 .output_stderr pre { background: #fff4ec; }
 table { border-collapse: collapse; border: 0; font-size: 13px; }
 th, td { padding: 4px 10px; border: 0; border-bottom: 1px solid #ddd; text-align: left; }
@@ -68,12 +70,19 @@ img { max-width: 100%; }
 footer { color: #777; font-size: 13px; margin: 3em 0 1em; border-top: 1px solid #ddd; }
 """
 
+NARROW = 350  # pixels of a figure on a phone 390 wide
+
 DRAW = """
-for (const spec of document.querySelectorAll('script.plot-spec')) {
-  const figure = JSON.parse(spec.textContent);
-  Plotly.newPlot(spec.dataset.plot, figure.data, figure.layout,
-                 {responsive: true, displaylogo: false});
-}
+const phone = matchMedia('(max-width: 700px)');
+const draw = () => {
+  for (const spec of document.querySelectorAll('script.plot-spec')) {
+    const figure = JSON.parse(spec.textContent)[phone.matches ? 'narrow' : 'wide'];
+    Plotly.react(spec.dataset.plot, figure.data, figure.layout,
+                 {responsive: !phone.matches, displaylogo: false});
+  }
+};
+phone.addEventListener('change', draw);
+draw();
 """
 
 
@@ -168,7 +177,7 @@ def page(notebook: nbformat.NotebookNode, source: Path) -> str:
         body = body.replace(place, live.page_part(data, number), 1)
     plots = "".join(
         f'<script type="application/json" class="plot-spec" data-plot="plot-{i}">'
-        f"{_inside_script(json.dumps(spec))}</script>\n"
+        f"{_inside_script(json.dumps({'wide': spec, 'narrow': _narrow(spec)}))}</script>\n"
         for i, spec in enumerate(specs)
     )
     scripts = [_inside_script(get_plotlyjs()), DRAW] if specs else []
@@ -188,6 +197,16 @@ def page(notebook: nbformat.NotebookNode, source: Path) -> str:
         f"live; this file asks the network for nothing.</footer>\n{library}\n{plots}"
         f"{draw}\n</body></html>\n"
     )
+
+
+def _narrow(spec: dict) -> dict:
+    """A figure for a phone; as it is where nothing of its own says how it looks."""
+    if not isinstance(spec["layout"], dict) or "title" not in spec["layout"]:
+        return spec
+    try:
+        return plots.fitted(go.Figure(spec, _validate=False), NARROW)
+    except (TypeError, ValueError, KeyError, AttributeError):  # somebody else's figure
+        return spec
 
 
 def clean(body: str) -> tuple[str, str]:

@@ -314,7 +314,12 @@ def follow(settings: dict, name: str | None) -> dict:
     return settings | {n: getattr(of, n) for n in names}
 
 
-@application("shadowkv_lab.reproduction_app", columns=1, changed=follow)
+@application(
+    "shadowkv_lab.reproduction_app",
+    columns=1,
+    changed=follow,
+    asleep=lambda s: {"rest_grows": "only for several requests"} if s["concurrency"] == 1 else {},
+)
 def reproduction_view(
     gpu: Annotated[
         str, Menu("GPU", cards(lambda: reported.published()["gpu"]), "GPU")
@@ -322,7 +327,7 @@ def reproduction_view(
     context: Context = 1024,
     concurrency: Concurrency = 1,
     rest_ms: Annotated[float, Number("rest, ms (0: derive)", 0.5)] = 0.0,
-    rest_grows: Annotated[bool, Tick("rest grows with the requests")] = True,
+    rest_grows: Annotated[bool, Tick("the rest grows")] = True,
     before_ms: Annotated[float | None, Number("your TPOT before, ms", 0.1)] = None,
     after_ms: Annotated[float | None, Number("your TPOT after, ms", 0.1)] = None,
     pool_tokens: Annotated[int | None, Number("your pool, slots", 64, True)] = None,

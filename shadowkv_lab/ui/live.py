@@ -25,11 +25,12 @@ def payload(**settings) -> dict:
     """What the page needs of one deployment: times, capacities, the rest, and launch lines."""
     s = screen_view.start(**settings)
     at = deployed(s)
-    made, rest, kept = grid(at), rest_of(s, at), capacities(at)
+    q = s["tokens_per_step"]
+    made, rest, kept = grid(at, tokens_per_step=q), rest_of(s, at), capacities(at)
     strategies = []
     for label, slots in kept.items():
         strategy, times = parse(label), made.times[label]
-        line = "" if no_line(strategy, at) else launch_line(strategy, at)
+        line = "" if no_line(strategy, at) else launch_line(strategy, at, tokens_per_step=q)
         strategies.append(
             {
                 "name": strategy.name,
@@ -52,7 +53,8 @@ def payload(**settings) -> dict:
         "sliders": {"pool": pools(s), "concurrency": CONCURRENCIES, "context": CONTEXTS},
         "start": {"pool": s["pool_tokens"], "concurrency": s["concurrency"]}
         | {"context": s["context"]},
-        "rest": [round(rest(R), 3) for R in range(1, REQUESTS[-1] + 1)],
+        "accepted": s["accepted"] if q > 1 else 1,
+        "rest": [round(rest(R * q), 3) for R in range(1, REQUESTS[-1] + 1)],
         "shades": list(charts.OPACITY.items()),  # a notebook sorts the keys of a dict
         "strategies": strategies,
     }
@@ -101,9 +103,11 @@ SCRIPT = r"""
   const text = s => String(s).replace(/[&<>"]/g, c => '&#' + c.charCodeAt(0) + ';');
   const number = (x, digits = 1) =>
     Number(x).toLocaleString('en', {minimumFractionDigits: digits, maximumFractionDigits: digits});
+  const accepted = Number(data.accepted ?? 1);
   const units = {pool: 'token', concurrency: 'request', context: 'token'};
   const at = {};  // numbers alone reach the page's own HTML, whoever wrote the notebook
   for (const name in units) at[name] = Number(data.start[name]);
+  const per = accepted === 1 ? 'token' : 'step';
   const place = (x, knots) => {
     x = Math.min(Math.max(x, knots[0]), knots.at(-1));
     let i = 0;
@@ -125,7 +129,7 @@ SCRIPT = r"""
     const phases = [0, 1, 2].map(p => between(s.load, running, at.context, p));
     phases[0] += (1 - x) * s.pool[k] + x * s.pool[k + 1];
     const rest = data.rest[running - 1], ms = phases[0] + phases[1] + phases[2] + rest;
-    return {s, cut, rows, running, phases, rest, ms, rate: 1000 * running / ms};
+    return {s, cut, rows, running, phases, rest, ms, rate: accepted * 1000 * running / ms};
   };
   const named = a => a.s.title + (a.cut ? ', pool cut' : '');
   const draw = () => {
@@ -148,9 +152,9 @@ SCRIPT = r"""
       said = `<b class=sk-big>${text(named(best))}: ${number(best.rate)} tok/s</b>`;
       if (full && full !== best)
         said += `, ${number(best.rate / full.rate)} x full cast's ${number(full.rate)}: the cast `
-          + `is ${number(full.phases[0])} of its ${number(full.ms)} ms per token`;
+          + `is ${number(full.phases[0])} of its ${number(full.ms)} ms per ${per}`;
       said += `. It keeps ${number(best.rows, 0)} tokens; ${best.running} of ${at.concurrency} `
-        + `request${at.concurrency === 1 ? '' : 's'} run. Predicted.`;
+        + `request${at.concurrency === 1 ? ' runs' : 's run'}. Predicted.`;
       for (const a of runs)
         if (a.s.untried && !best.s.untried && a.rate > best.rate)
           said += ` ${text(named(a))} would give ${number(a.rate)}: ${text(a.s.untried)}.`;
@@ -182,7 +186,7 @@ SCRIPT = r"""
         + `<td class=sk-n>${number(a.rows, 0)}</td></tr>`;
     };
     root.querySelector('.sk-answer').innerHTML = `<div class=sk-say>${said}</div>`
-      + '<table class=sk-rows><tr><th style="width:25%">strategy</th><th>ms per token: cast, '
+      + '<table class=sk-rows><tr><th style="width:25%">strategy</th><th>ms per ' + per + ': cast, '
       + 'attention, write, rest (grey)</th><th class=sk-n style="width:16%">tok/s</th>'
       + `<th class=sk-n style="width:17%">tokens kept</th></tr>${found.map(row).join('')}</table>`;
   };

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 from shadowkv_lab.errors import BadFile, CannotRun, OutOfRange, UnknownName
 from shadowkv_lab.files import parse, read_text, ready, write
+from shadowkv_lab.ui.display import SERVED
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
@@ -52,9 +53,12 @@ def execute(
     notebook = prepared(read(source), parameters or {})
     target = ready(target or source)
     place = {"metadata": {"path": str(folder or source.resolve().parent)}}
+    kernels = {name: value for name, value in os.environ.items() if name != SERVED}
     client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
     try:
-        client.execute(stderr=subprocess.DEVNULL)  # of the kernel itself; cells have their own
+        client.execute(
+            env=kernels, stderr=subprocess.DEVNULL
+        )  # of the kernel itself; cells have their own
     except Exception as error:
         if getattr(client, "_async_cleanup_kernel_future", None):  # nbclient's answer to a signal
             raise KeyboardInterrupt from None

@@ -8,10 +8,11 @@ from functools import cache
 import plotly.graph_objects as go
 from plotly.utils import PlotlyJSONEncoder
 
-PAGE_WIDTH, GAP = 1100, 4  # what a JupyterLab 1280 px wide shows, its side bar closed
+PAGE_WIDTH, GAP = 968, 4  # what a JupyterLab 1400 px wide shows, its side bar open
 CHAR_PX = 6.1  # of a label at FONT_SIZE
 TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
 TITLE_SIZE, FONT_SIZE = 14, 11
+PHONE, LINE_PX = 450, 15  # a figure below PHONE wide is a phone's; a label's line
 AXIS_PX, ROW_PX = 58, 20  # below a plot: its ticks and their title, then a legend's rows
 
 
@@ -58,10 +59,15 @@ def draw(
     return widgets, specs
 
 
+def _parts(title: str) -> list[str]:
+    """A title's finding, and its note as one part however it was broken."""
+    return title.replace("</sup><br><sup>", " ").split("<br>")
+
+
 def wrapped(title: str, letters: int, small: int | None = None) -> str:
     """A title in lines of that many letters; those of its smaller lines are `small`."""
     lines = []
-    for part in title.split("<br>"):
+    for part in _parts(title):
         little = part.startswith("<sup>")
         part = part.removeprefix("<sup>").removesuffix("</sup>")
         for line in textwrap.wrap(part, (small or int(1.2 * letters)) if little else letters):
@@ -75,7 +81,7 @@ def fitted(figure: go.Figure, width: int) -> dict:
     spec = json.loads(json.dumps(figure.to_plotly_json(), cls=PlotlyJSONEncoder))
     layout = spec["layout"]
     lines = []
-    for part in layout.get("title", {}).get("text", "").split("<br>"):
+    for part in _parts(layout.get("title", {}).get("text", "")):
         small = part.startswith("<sup>")
         part = part.removeprefix("<sup>").removesuffix("</sup>")
         for line in textwrap.wrap(part, int(width / (SMALL_PX if small else TITLE_PX))):
@@ -108,8 +114,29 @@ def fitted(figure: go.Figure, width: int) -> dict:
             "yanchor": "top",
         },
     }
+    if layout.get("yaxis", {}).get("scaleanchor"):  # as high as it is drawn, to the same scale
+        (left, right), (low, high) = layout["xaxis"]["range"], layout["yaxis"]["range"]
+        plot = width - margin.get("l", 80) - margin.get("r", 80)
+        drawn = plot * (high - low) / (right - left)
+        layout["height"] = min(height, drawn + margin["t"] + margin.get("b", 80))
+    if width < PHONE:
+        _for_a_phone(spec)
     _make_room(spec)
+    layout["title"]["y"] = 1 - 20 / layout["height"]
     return spec
+
+
+def _for_a_phone(spec: dict) -> None:
+    """Long names of bars and axes in lines of a few letters."""
+    layout = spec["layout"]
+    names = [n for t in spec["data"] if t.get("orientation") == "h" for n in t.get("y") or () if n]
+    if names and all(isinstance(name, str) for name in names):
+        names = list(dict.fromkeys(names))
+        shown = ["<br>".join(textwrap.wrap(name, 18)) for name in names]
+        layout["yaxis"] = layout.get("yaxis", {}) | {"tickvals": names, "ticktext": shown}
+    for axis in ("xaxis", "yaxis"):
+        if text := layout.get(axis, {}).get("title", {}).get("text"):
+            layout[axis]["title"]["text"] = "<br>".join(textwrap.wrap(text, 34))
 
 
 def _legend_rows(spec: dict, width: int) -> int:
@@ -129,7 +156,12 @@ def _make_room(spec: dict) -> None:
     if not bars or "range" not in axis or axis.get("type") == "log":
         return
     names = {str(name) for trace in bars for name in trace.get("y") or () if name}
-    left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, names), default=0))
+    lines = [
+        line
+        for name in layout.get("yaxis", {}).get("ticktext", names)
+        for line in name.split("<br>")
+    ]
+    left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, lines), default=0))
     plot = layout["width"] - left - layout["margin"].get("r", 20)
 
     def broken(text: str) -> str:
@@ -145,6 +177,11 @@ def _make_room(spec: dict) -> None:
         if "text" in trace:
             trace["text"] = [broken(text) for text in trace["text"]]
             labels += zip(trace["x"], trace["text"], strict=False)
+    texts = [*layout.get("yaxis", {}).get("ticktext", ()), *(text for _, text in labels)]
+    deepest = max((text.count("<br>") + 1 for text in texts), default=1)
+    margin = layout["margin"]
+    needed = len(names) * LINE_PX * deepest + margin.get("t", 0) + margin.get("b", 0)
+    layout["height"] = max(layout["height"], needed if deepest > 1 else 0)
     for x, text in labels:
         room = plot - CHAR_PX * max(map(len, text.split("<br>"))) - 10
         if x and room > plot / 4:

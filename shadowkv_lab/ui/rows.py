@@ -59,7 +59,7 @@ def line(answer: Answer, at: Deployment, limit: int | None = None) -> str:
     if no_line(strategy, at):
         return ""
     cap = answer.kept_tokens if answer.cut or limit is not None else None
-    return launch_line(strategy, at, cap)
+    return launch_line(strategy, at, cap, answer.step.setting.load.tokens_per_step)
 
 
 def sentence(
@@ -88,7 +88,7 @@ def sentence(
         cast = full.step["cast"].ms
         said.append(
             f"<br><b>Why</b>: the cast of the whole pool takes {cast:.1f} of full cast's "
-            f"{full.tpot_ms:.1f} ms per token."
+            f"{full.whole_ms:.1f} ms per {'token' if best.accepted == 1 else 'step'}."
         )
     elif full is best:
         said.append(": casting the whole pool is the fastest here.")
@@ -103,10 +103,16 @@ def sentence(
         run = "the one request runs" if load.concurrency == 1 else f"all {load.concurrency} run"
     said.append(f"{kept}; {run}.")
     word = best.step.provenance.kind.value
+    of_rest = f'<abbr title="{_(rest.provenance.how, True)}">{rest.provenance}</abbr>'
     said.append(
-        f"<br><b>How sure</b>: {own}; its step is {word}, the rest of {best.rest_ms:.1f} ms "
-        f'<abbr title="{_(rest.provenance.how, True)}">{rest.provenance}</abbr>.'
+        f"<br><b>How sure</b>: {own}; its step is {word}, the rest (GEMMs, MoE, all-reduce, host) "
+        f"of {best.rest_ms:.1f} ms {of_rest}."
     )
+    if load.tokens_per_step > 1:
+        said.append(
+            f" MTP: of {load.tokens_per_step} tokens a step {best.accepted:g} are taken as "
+            "accepted; drafting them is left out."
+        )
     ties = [a for a in found if a is not best and a.holds(load) and best.ties(a)]
     if ties:
         said.append(f" Tied with it: {_(', '.join(map(named, ties)))}.")
@@ -147,14 +153,15 @@ def sentence(
 def rows(found: Sequence[Answer], load: Load, seen: Mapping[str, Seen] = {}) -> str:
     """A row per strategy: ms by phase as a bar and in words, tok/s with its range, tokens kept."""
     best = leader(found, load)
-    longest = max((a.tpot_ms for a in found if a.runs), default=1.0)
+    longest = max((a.whole_ms for a in found if a.runs), default=1.0)
+    per = "step" if load.tokens_per_step > 1 else "token"
     shades = "".join(
         f'<span><i style="background:rgba(60,60,60,{shade})"></i>{name}</span> '
         for name, shade in charts.OPACITY.items()
     )
     head = (
-        "<tr><th style='width:21%'>strategy</th><th class=sk-key>ms/token"
-        f"{shades}<span><i style='background:{REST}'></i>rest</span></th>"
+        "<tr><th style='width:21%'>strategy</th><th class=sk-key>"
+        f"ms/{per}{shades}<span><i style='background:{REST}'></i>rest</span></th>"
         "<th class=sk-n style='width:17%'>tok/s</th><th class=sk-n style='width:15%'>tokens kept"
         "</th></tr>"
     )
@@ -188,11 +195,11 @@ def _row(a: Answer, load: Load, scale: float, best: Answer | None, seen: Seen | 
         for _name, ms, shade in parts
     )
     bar += f'<i style="flex:0 0 {scale * a.rest_ms:.2f}%;background:{REST}"></i>'
-    bar += f"<span>{a.tpot_ms:.1f}</span>"
+    bar += f"<span>{a.whole_ms:.1f}</span>"
     if seen:
-        who = _(seen.who, True)
-        bar += f'<span title="{who}"><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>'
+        bar += f"<span><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>"
     told = ", ".join(f"{name} {_ms(ms)}" for name, ms, _shade in parts if ms >= 0.005)
+    told += f"; seen: {_(seen.who.partition(':')[0])}" if seen else ""
     whence = _(f"{a.step.provenance}: {a.step.provenance.how}", True)
     style = f"border-bottom:2px {_border(a.step.provenance.kind)} #888"
     return (

@@ -28,8 +28,28 @@ from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import plots, rows
 from shadowkv_lab.ui.app import QUIET, App, View, Work
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, Number, Paste, Slider, Switch, cards, models
-from shadowkv_lab.ui.curves import ALONG, CONCURRENCIES, Field, Line, Seen, curve, lead_map, seen
+from shadowkv_lab.ui.controls import (
+    Menu,
+    Number,
+    Paste,
+    Slider,
+    Switch,
+    cards,
+    models,
+    spread,
+    spreads,
+)
+from shadowkv_lab.ui.curves import (
+    ALONG,
+    CONCURRENCIES,
+    Field,
+    Line,
+    Seen,
+    curve,
+    lead_map,
+    seen,
+    timed,
+)
 
 REPORT = next(iter(ANCHORS))
 SERVERS = {
@@ -41,6 +61,7 @@ STARTS = {**SERVERS, "log": "a log of mine, pasted", "own": "a server of my own"
 RESTS = {name: words.partition(":")[0].partition(",")[0] for name, words in ANCHORS.items()}
 RESTS["mine"] = "my own TPOT"
 WHAT = ("start", "model", "checkpoint", "card", "tensor_parallel", "log")  # decide the memory
+MTP = {1: "off"} | {q: f"{q} tokens per step" for q in (2, 3, 4)}
 HERE: list[Step] = []  # steps measured on this machine in this session
 MEASURED = ("full_cast", "bf16_pool", "shadow")
 ONE = Load(1, 1024)  # the load of a TPOT that is typed
@@ -64,8 +85,9 @@ def _bases(start, model, checkpoint, card, tensor_parallel, log) -> Deployment:
 
 
 def deployed(s: dict) -> Deployment:
-    """The deployment with what was typed of its memory."""
-    return _typed(_base(s), s["weights_gib"], s["kv_gib"])
+    """The deployment with what was typed of its memory, and the MTP layer's cache where it runs."""
+    at = _typed(_base(s), s["weights_gib"], s["kv_gib"])
+    return replace(at, mtp=True) if s["tokens_per_step"] > 1 else at
 
 
 @lru_cache(maxsize=64)
@@ -115,7 +137,7 @@ def pools(s: dict) -> list[int]:
 def rest_of(s: dict, at: Deployment) -> Rest:
     """The rest that is asked for: a published server's, or one's own."""
     if s["rest"] == "mine":
-        return own(s["tpot_ms"], s["tpot_of"], at, ONE)
+        return own(s["tpot_ms"], s["tpot_of"], replace(at, mtp=False), ONE)
     return _anchored(s["rest"], at)
 
 
@@ -159,7 +181,10 @@ def follow(s: dict, name: str | None) -> dict:
     s["card"] = s["card"] or "rtx-pro-6000-server"
     s["tensor_parallel"] = s["tensor_parallel"] or 8
     if name == "model":
-        s["checkpoint"] = None
+        s |= {"checkpoint": None, "tensor_parallel": spread(s)}
+    if not load_model(s["model"]).mtp_layers:
+        s["tokens_per_step"] = 1
+    s["accepted"] = min(s["accepted"], float(max(2, s["tokens_per_step"])))
     fresh = name is None or name in WHAT
     if fresh:
         at = _base(s)
@@ -198,7 +223,10 @@ def _cards(start: str) -> list[str]:
 def _first_tpot(s: dict) -> float:
     """Where a TPOT of one's own starts: what is predicted of that strategy."""
     at = deployed(s)
-    found = answers(at, ONE, _anchored(_nearest_rest(at), at), strategies=[s["tpot_of"]])
+    try:
+        found = answers(at, ONE, _anchored(_nearest_rest(at), at), strategies=[s["tpot_of"]])
+    except LabError:  # it does not fit: the answer says so
+        return 30.0
     return next((round(a.tpot_ms, 1) for a in found if a.runs and not a.cut), 30.0)
 
 
@@ -210,9 +238,24 @@ def _checkpoints(s: dict) -> list[str]:
 
 def _asleep(s: dict) -> dict[str, str]:
     """Controls that do nothing now."""
-    if s["rest"] == "mine":
-        return {}
-    return dict.fromkeys(("tpot_ms", "tpot_of"), "only for a TPOT of my own")
+    found = {}
+    if s["rest"] != "mine":
+        found |= dict.fromkeys(("tpot_ms", "tpot_of"), "only for a TPOT of my own")
+    if not load_model(s["model"]).mtp_layers:
+        found["tokens_per_step"] = f"{s['model']} has no MTP layer"
+    if s["tokens_per_step"] == 1:
+        found["accepted"] = "only with MTP"
+    return found
+
+
+def _accepted(s: dict) -> list[float]:
+    return [round(1 + k / 20, 2) for k in range(20 * max(1, s["tokens_per_step"] - 1) + 1)]
+
+
+def _spreads(s: dict) -> list[int]:
+    """GPUs that can share the model's heads, and those that a log says."""
+    logged = {s["tensor_parallel"]} if s["start"] == "log" else set()
+    return sorted({*spreads(s), *logged})
 
 
 # The view.
@@ -243,14 +286,14 @@ def _tpot_strategies(s: dict) -> dict[str, str]:
     changed=follow,
     asleep=_asleep,
     shell=lambda: Screen,
-    slow=lambda s: not ready(deployed(s)),
+    slow=lambda s: not ready(deployed(s), s["tokens_per_step"]),
 )
 def screen_view(
     start: Annotated[str | None, Menu("start from", STARTS)] = None,
     model: Annotated[str | None, Menu("model", models)] = None,
     checkpoint: Annotated[str | None, Menu("checkpoint", _checkpoints)] = None,
     card: Annotated[str | None, Menu("card", cards(machine.known_cards), kind="GPU")] = None,
-    tensor_parallel: Annotated[int | None, Menu("GPUs (TP)", (1, 2, 4, 8, 16))] = None,
+    tensor_parallel: Annotated[int | None, Menu("GPUs (TP)", _spreads)] = None,
     weights_gib: Annotated[
         float | None, Number("weights, GiB", 0.5, help="per GPU; 0: derived")
     ] = None,
@@ -262,6 +305,19 @@ def screen_view(
     ] = None,
     concurrency: Annotated[int, Slider("concurrency", CONCURRENCIES, "requests")] = 1,
     context: Annotated[int, Slider("context", CONTEXTS, "tokens")] = 1024,
+    tokens_per_step: Annotated[
+        int, Menu("MTP", MTP, help="tokens of each request in a step, drafted by the MTP layer")
+    ] = 1,
+    accepted: Annotated[
+        float,
+        Slider(
+            "accepted",
+            _accepted,
+            "a step",
+            help="DeepSeek-V3's report (arXiv 2412.19437, 5.4.3) accepts 85 to 90 % of second "
+            "tokens; a server's log says its own",
+        ),
+    ] = 1.85,
     rest: Annotated[
         str | None, Menu("the rest", RESTS, "rest", help="GEMMs, MoE, all-reduce, host: whose")
     ] = None,
@@ -276,7 +332,8 @@ def screen_view(
 ) -> View:
     """Which way to read an FP8 pool on my card under my load: how fast, why, what to launch."""
     s = {k: v for k, v in locals().items() if k != "work"}
-    at, load, beside = deployed(s), Load(concurrency, context), {}
+    at, load = deployed(s), Load(concurrency, context, tokens_per_step)
+    gain = accepted if tokens_per_step > 1 else 1.0
     beside = _beside(s, at)
     kept = capacities(at)
     try:
@@ -286,27 +343,40 @@ def screen_view(
         return _unanswered(s, at, error, beside)
     most = max(kept.values(), default=0)
     limit = pool_tokens if pool_tokens < most else None
-    found = answers(at, load, its_rest, pool_tokens=limit)
-    points = seen(at, its_rest, HERE)
+    found = answers(at, load, its_rest, pool_tokens=limit, accepted=gain)
+    points = seen(at, its_rest, HERE) if tokens_per_step == 1 else []  # all without MTP
+    whole_steps = {(p.strategy.label, p.concurrency, p.context) for p in points}
     servers = _servers(points, load, pool_tokens)
     said = rows.sentence(found, at, load, its_rest, limit, servers)
     if work is not QUIET:
-        grid(at, work.stage)
+        grid(at, work.stage, tokens_per_step)
 
     @cache
     def drawn() -> Field:
         slots = min(pool_tokens, most or pool_tokens)
-        return Field(grid(at), _lines(at, kept), its_rest, slots)
+        made = grid(at, tokens_per_step=tokens_per_step)
+        return Field(made, _lines(at, kept), its_rest, slots, gain)
 
     marks = ()
-    if start == REPORT and concurrency == 1:
+    if start == REPORT and load.new_tokens == 1:
         entry = facts.find("published", "published result", REPORT)
         marks = [
             (entry[when]["tokens_per_s"], f"reported {what}: {entry[when]['tokens_per_s']}")
             for when, what in (("before", "with full cast"), ("after", "with a shadow"))
         ]
+
+    def rings() -> list[Seen]:
+        """What was seen of whole steps, and of attention where no step was."""
+        if tokens_per_step > 1:
+            return []
+        slots = min(pool_tokens, most or pool_tokens)
+        parts = timed(at, its_rest, load, along, slots)
+        return points + [
+            p for p in parts if (p.strategy.label, p.concurrency, p.context) not in whole_steps
+        ]
+
     figures = plots.Figures(
-        lambda: curve(drawn(), along, load, points, marks), lambda: lead_map(drawn(), load)
+        lambda: curve(drawn(), along, load, rings(), marks), lambda: lead_map(drawn(), load)
     )
     below = _footnotes(s, at)
     bars = rows.rows(found, load, servers) + below
@@ -341,9 +411,10 @@ def _unanswered(s: dict, at: Deployment, error: LabError, beside: dict) -> View:
     said = "".join(f"<br>{html.escape(part)}" for part in parts)
     note = f"<div class=sk-say><b class=sk-big>No answer here</b>{said}</div>"
     empty = Field(None, (), Rest(0.0), s["pool_tokens"])
-    load = Load(s["concurrency"], s["context"])
+    load = Load(s["concurrency"], s["context"], s["tokens_per_step"])
     figures = [curve(empty, s["along"], load, ()), lead_map(empty, load)]
-    return Answered(figures, _marks(note), table([]), SHOWN, beside=beside, said=note)
+    more = {"beside": beside, "said": note, "unanswered": error}
+    return Answered(figures, _marks(note), table([]), SHOWN, **more)
 
 
 def _beside(s: dict, at: Deployment) -> dict[str, str]:
@@ -371,7 +442,9 @@ def _footnotes(s: dict, at: Deployment) -> str:
     if s["start"] == REPORT:
         told.append(
             "The report measured 95.6 ms with full cast and 74.1 with its shadow; a shadow should "
-            "leave 31.0 (its context and card are not reported, 1,024 tokens are assumed)."
+            "leave 31.0 (its context and card are not reported, 1,024 tokens are assumed). "
+            "A server of the same class, rtx6kpro, shows 51 tok/s with a BF16 pool: the report's "
+            "rest was slow itself."
         )
     if s["start"] == "h200-server":
         told.append(html.escape(facts.find("published", "published result", s["start"])["note"]))
@@ -428,7 +501,7 @@ def table(found: list[Answer]) -> pd.DataFrame:
     return pd.DataFrame(records, columns=[*TABLE])
 
 
-def measured_here(at: Deployment, load: Load, report) -> list[Step]:
+def measured_here(at: Deployment, load: Load, report, cancelled=lambda: False) -> list[Step]:
     """Steps on this machine, over the largest pool that it has room for, and as much of the load
     as that holds. Raises what `measure` does where not one of the strategies runs."""
     bench = measuring.Bench(
@@ -438,6 +511,7 @@ def measured_here(at: Deployment, load: Load, report) -> list[Step]:
         page_size=at.page_size,
         modes=("graph",),
         progress=report,
+        cancelled=cancelled,
     )
     pool, page = reproduce.pool_here(bench), at.page_size
     R = min(load.concurrency, pool // page)
@@ -457,6 +531,7 @@ def measured_here(at: Deployment, load: Load, report) -> list[Step]:
 
 CSS = """<style>
 .sk-screen { container-type: inline-size; }
+.sk-stale { opacity: 0.4; }
 .sk-grid { display: grid !important; gap: 0 14px; align-items: start; width: 100%;
   grid-template-columns: minmax(236px, 262px) minmax(350px, 1.8fr) minmax(244px, 1fr); }
 .sk-grid > .widget-vbox { overflow: visible; min-width: 0; }
@@ -478,6 +553,7 @@ CSS = """<style>
   .sk-right { grid-column: 1 / -1; } }
 @container (max-width: 600px) { .sk-grid { grid-template-columns: 1fr; } }
 </style>"""
+HEIGHT = 264  # of each of the two figures, pixels
 FIXED = {
     "DP": "predictions know no data-parallel attention yet",
     "PP": "predictions know no pipeline stages yet",
@@ -490,6 +566,7 @@ class Screen(App):
 
     def __init__(self, of, settings: dict):
         self.said, self.rows = w.HTML(), w.HTML()
+        self.measuring: threading.Event | None = None  # set: stop
         super().__init__(of, settings)
         for control in self.controls.values():
             control.style.description_width = "78px"
@@ -547,26 +624,55 @@ class Screen(App):
         self.widget.children = [self.widget.children[0], w.HTML(rows.CSS + CSS), box, self.code]
 
     def measure_here(self) -> threading.Thread:
-        """Measure this model and load on this machine, in a worker, over a pool that fits here."""
-        self.measure.disabled, s = True, self.settings
+        """Measure this model and load on this machine, in a worker, over a pool that fits here.
+
+        The answer stays and follows the sliders meanwhile. Cancel stops it, and keeps nothing.
+        """
+        s, stop = self.settings, threading.Event()
+        self.measure.disabled, self.measuring = True, stop
+        self.cancel.layout.display = ""
 
         def report(text: str, done: float) -> None:
-            self.status.value, self.busy.value = html.escape(text), done
-            self.busy.layout.visibility = "visible"
+            if not stop.is_set():
+                self.status.value, self.busy.value = html.escape(text), done
+                self.busy.layout.visibility = "visible"
 
         def work() -> None:
+            load, said = Load(s["concurrency"], s["context"]), ""
             try:
-                HERE[:] = measured_here(deployed(s), Load(s["concurrency"], s["context"]), report)
-                self.refresh()
+                HERE[:] = measured_here(deployed(s), load, report, stop.is_set)
+            except measuring.Cancelled:
+                said = "measuring was cancelled"
             except LabError as error:
-                self._end(f'<div class="shadowkv-error">{html.escape(str(error))}</div>')
+                said = html.escape(str(error))
             finally:
+                self.measuring = None
                 self.measure.disabled = False
-                self.status.value, self.busy.layout.visibility = "", "hidden"
+            self.refresh()
+            if self.worker:
+                self.worker.join()
+            self.status.value = said
 
         worker = threading.Thread(target=work, daemon=True)
         worker.start()
         return worker
+
+    def _cancel(self) -> None:
+        if self.measuring is None:
+            super()._cancel()
+            return
+        self.measuring.set()
+        self.status.value = "stopping ..."
+
+    def _end(self, error: str = "", stale: bool = False) -> None:
+        super()._end(error, stale)
+        if self.measuring is not None:
+            self.cancel.layout.display = ""
+
+    def _grey(self, stale: bool) -> None:
+        super()._grey(stale)
+        for part in (self.said, self.rows):
+            (part.add_class if stale else part.remove_class)("sk-stale")
 
     def _settle(self, settings: dict, slow: bool) -> None:
         super()._settle(settings, slow)
@@ -574,6 +680,7 @@ class Screen(App):
         for name, shown in (
             ("tpot_ms", mine),
             ("tpot_of", mine),
+            ("accepted", settings["tokens_per_step"] > 1),
             ("log", settings["start"] == "log"),
         ):
             self.controls[name].layout.display = "" if shown else "none"
@@ -599,7 +706,7 @@ def _fluid(figure, width: int) -> dict:
     spec = figure.to_plotly_json()
     layout = spec["layout"]
     title = layout["title"]["text"]
-    layout |= {"height": 284, "autosize": True, "showlegend": False}
+    layout |= {"height": HEIGHT, "autosize": True, "showlegend": False}
     layout.pop("width", None)
     layout["margin"] = {"l": 44, "r": 8, "t": 76, "b": 36}
     layout["font"] = {"size": 10.5}
@@ -608,7 +715,7 @@ def _fluid(figure, width: int) -> dict:
         "font": {"size": 12},
         "x": 0,
         "xref": "container",
-        "y": 1 - 15 / 284,
+        "y": 1 - 15 / HEIGHT,
         "yref": "container",
         "yanchor": "top",
     }

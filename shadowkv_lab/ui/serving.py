@@ -1,5 +1,7 @@
 """Many requests by the closed form: one load, throughput against interactivity, who wins where."""
 
+import html
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -8,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab import machine
-from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
 from shadowkv_lab.model import load_model
 from shadowkv_lab.rules import can_run
 from shadowkv_lab.serving.closed_form import Cell, Contender, by_pair, crossovers, point, winner_map
@@ -16,9 +18,20 @@ from shadowkv_lab.serving.contenders import WANTED, contenders, reported_or_deri
 from shadowkv_lab.steps.answer import ANCHORS
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
-from shadowkv_lab.ui.app import View
+from shadowkv_lab.ui.app import QUIET, View, Work, unanswered
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Context, Menu, ModelName, Several, Slider, cards, named, powers
+from shadowkv_lab.ui.controls import (
+    Context,
+    Menu,
+    ModelName,
+    Several,
+    Slider,
+    TensorParallel,
+    cards,
+    named,
+    powers,
+    spread,
+)
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = tuple(powers(1024, 131_072))
@@ -64,7 +77,7 @@ def verdict(found: Sequence[Contender], concurrency: int, context: int) -> go.Fi
     return charts.figure(
         charts.heading(
             f"{best.title} gives most: {best.tokens_per_s:,.0f} tokens/s",
-            f"{concurrency} requests of {context:,} tokens; {source_of(fit)}",
+            f"{charts.requests(concurrency)} of {context:,} tokens; {source_of(fit)}",
         ),
         [bars],
         "output tokens/s, all requests",
@@ -202,7 +215,7 @@ def chosen(settings: dict) -> list[str]:
     return [*dict.fromkeys([*STRATEGIES, *settings["strategies"]])]
 
 
-Gpu = Annotated[str, Menu("8 GPUs of", cards(machine.known_cards), "GPU")]
+Gpu = Annotated[str, Menu("GPUs of", cards(machine.known_cards), "GPU")]
 Rest = Annotated[str, Menu("rest as in", tuple(ANCHORS), "rest")]
 Strategies = Annotated[tuple[str, ...], Several("strategies", chosen)]
 Requests = Annotated[
@@ -216,39 +229,86 @@ def follow(settings: dict, name: str | None) -> dict:
     chosen = (chosen,) if isinstance(chosen, str) else tuple(chosen)
     for strategy in chosen:
         parse(strategy)
-    return settings | {"strategies": chosen, "model": named(settings["model"])}
+    found = settings | {"strategies": chosen, "model": named(settings["model"])}
+    return found | ({"tensor_parallel": spread(found)} if name == "model" else {})
 
 
-def asked(model: str, gpu: str, rest: str, strategies: Sequence[str]) -> list[Contender]:
-    """The contenders that the controls ask for."""
+def asked(
+    model: str, gpu: str, tensor_parallel: int, rest: str, strategies: Sequence[str]
+) -> tuple[list[Contender], str]:
+    """The contenders that the controls ask for, and why others of them are left out.
+
+    Raises `DoesNotFit`, `NoAnswer`, and `CannotRun` where no strategy is left.
+    """
     if not strategies:
         raise OutOfRange("No strategy is chosen", "one or more", "Choose some in the list")
-    return contenders(reported_or_derived(model, gpu), strategies, anchor=rest)
+    there = reported_or_derived(model, gpu, tensor_parallel=tensor_parallel)
+    verdicts = {name: can_run(parse(name), there) for name in strategies}
+    refused = {name: v.reason for name, v in verdicts.items() if not v}
+    if len(refused) == len(verdicts):
+        name, why = next(iter(refused.items()))
+        raise CannotRun(f"{parse(name).tag.title} in {there}: {why}", remedy="Choose another")
+    left = [f"{parse(name).tag.title}: {why.rstrip('.')}" for name, why in refused.items()]
+    runs = [name for name in strategies if name not in refused]
+    return contenders(there, runs, anchor=rest), f"Left out: {'; '.join(left)}. " if left else ""
 
 
-def note(rest: str, found: Sequence[Contender]) -> str:
+def note(rest: str, found: Sequence[Contender], left_out: str = "") -> str:
     """What the verdict rests on, in words."""
     anew = any(can_run(parse(c.name), c.deployment).untried for c in found)
     kept = ", ".join(f"{charts.tag(c.name).title} {c.capacity_tokens:,}" for c in found)
-    return (
+    return html.escape(left_out) + (
         f"<b>{source_of(found)}</b>: the rest at many requests was never measured; it "
         f"is anchored on {ANCHORS[rest]}. Tokens kept: {kept}"
         + ("; the fused kernel was never run on this card" if anew else "")
     )
 
 
-@application("shadowkv_lab.ui.serving.loads", changed=follow)
+def asleep(settings: dict) -> dict[str, str]:
+    """Where the weights leave no room for KV, all but what could give some."""
+    try:
+        of = {n: settings[n] for n in ("model", "tensor_parallel")}
+        reported_or_derived(card=settings["gpu"], **of).memory()
+    except DoesNotFit:
+        return dict.fromkeys(settings.keys() - {"gpu", *of}, "no room for KV")
+    return {}
+
+
+WORKED: set[tuple] = set()  # the settings whose steps were predicted in this session
+
+
+def _steps(settings: dict) -> tuple:
+    return tuple(settings[n] for n in ("model", "gpu", "tensor_parallel", "strategies"))
+
+
+@application(
+    "shadowkv_lab.ui.serving.loads",
+    changed=follow,
+    asleep=asleep,
+    slow=lambda s: _steps(s) not in WORKED,
+)
 def load_view(
     model: ModelName = "glm-5",
     gpu: Gpu = "rtx-pro-6000-server",
+    tensor_parallel: TensorParallel = 8,
     rest: Rest = "glm5-report",
     concurrency: Requests = 64,
     context: Context = 8192,
     strategies: Strategies = WANTED,
+    *,
+    work: Work = QUIET,
 ) -> View:
     """Many requests at once by the closed form: one load, speed against interactivity, who wins."""
-    found = asked(model, gpu, rest, strategies)
+    try:
+        found, left_out = asked(model, gpu, tensor_parallel, rest, strategies)
+    except (CannotRun, DoesNotFit) as error:
+        return unanswered(error, 3)
     contexts = [n for n in CONTEXTS if n <= load_model(model).max_positions]
+    for i, c in enumerate(found):  # the steps that the three figures have in common
+        work.stage(f"{charts.tag(c.name).title}, every load", i / len(found))
+        for n, R in itertools.product(contexts, CONCURRENCIES):
+            c.tokens_per_s(R, n)
+    WORKED.add((model, gpu, tensor_parallel, tuple(strategies)))
     figures = [
         verdict(found, concurrency, context),
         pareto(found, context),
@@ -264,7 +324,7 @@ def load_view(
         }
         for c in found
     ]
-    return View(figures, note(rest, found), pd.DataFrame(rows))
+    return View(figures, note(rest, found, left_out), pd.DataFrame(rows))
 
 
 loads = load_view.app

@@ -10,16 +10,16 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.errors import DoesNotFit, OutOfRange
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import Contender, loop_tokens_per_s
 from shadowkv_lab.serving.contenders import WANTED, engine
 from shadowkv_lab.serving.results import OBJECTIVE, Objective, Results
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, simulate
 from shadowkv_lab.ui import charts, serving
-from shadowkv_lab.ui.app import QUIET, View, Work
+from shadowkv_lab.ui.app import QUIET, View, Work, unanswered
 from shadowkv_lab.ui.application import application
-from shadowkv_lab.ui.controls import Menu, ModelName, Slider, powers
+from shadowkv_lab.ui.controls import Menu, ModelName, Slider, TensorParallel, powers
 
 RATES = [0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0]
 ARRIVALS = ("closed loop", "Poisson", "bursts")
@@ -249,20 +249,24 @@ def traffic_of(
 
 def asleep(settings: dict) -> dict[str, str]:
     """A closed loop has no rate, open arrivals no number under way, drawn lengths no fixed one."""
+    if nothing := serving.asleep(settings):
+        return nothing
     loop, fixed = settings["arrivals"] == "closed loop", settings["lengths"] == "fixed"
-    found = {"rate": "open arrivals"} if loop else {"concurrency": "closed loop"}
-    return found | ({} if fixed else dict.fromkeys(("prompt_tokens", "output_tokens"), "fixed"))
+    found = {"rate": "only for open arrivals"} if loop else {"concurrency": "only for closed loop"}
+    lengths = dict.fromkeys(("prompt_tokens", "output_tokens"), "only for fixed")
+    return found | ({} if fixed else lengths)
 
 
 @application(
     "shadowkv_lab.ui.simulated.traffics",
     changed=serving.follow,
-    asleep=lambda settings: {name: f"only for {why}" for name, why in asleep(settings).items()},
+    asleep=asleep,
     slow=lambda settings: True,
 )
 def traffic_view(
     model: ModelName = "glm-5",
     gpu: serving.Gpu = "rtx-pro-6000-server",
+    tensor_parallel: TensorParallel = 8,
     rest: serving.Rest = "glm5-report",
     arrivals: Annotated[str, Menu("arrivals", ARRIVALS)] = "closed loop",
     rate: Annotated[float, Slider("open, rate", RATES, "requests/s")] = 0.8,
@@ -279,24 +283,29 @@ def traffic_view(
     work: Work,
 ) -> View:
     """Traffic simulated: KV use and queue over time, and the pressure cliff or objectives met."""
-    found = serving.asked(model, gpu, rest, strategies)
+    try:
+        found, left_out = serving.asked(model, gpu, tensor_parallel, rest, strategies)
+    except (CannotRun, DoesNotFit) as error:
+        return unanswered(error, 2)
     drawn = lengths_of(lengths, prompt_tokens, output_tokens)
     load, runs = traffic_of(arrivals, rate, concurrency, drawn), []
     for i, c in enumerate(found):
         work.stage(f"{charts.tag(c.name).title}, {len(load)} requests", i / len(found))
-        runs.append(simulate(engine(c), load))
+        try:
+            runs.append(simulate(engine(c), load))
+        except DoesNotFit as error:  # more prompt tokens than prefill serves
+            return unanswered(error, 2)
     if not any(run.finished for run in runs):
-        raise DoesNotFit(
-            f"No request fits: {runs[0].refusals()[0]}", "shorter requests, or a larger pool"
-        )
+        why = f"No request fits: {runs[0].refusals()[0]}"
+        return unanswered(DoesNotFit(why, "shorter requests, or a larger pool"), 2)
     if arrivals == "closed loop":
         plain = next((c for c in found if c.name == "bf16_pool"), found[-1])
         kept = {c.name: c.capacity_tokens for c in found}
         second = cliff(plain, load, kept, CAPACITY_SHARES, work)
     else:
-        second = attainment(found, drawn, RATES, work=work)
+        second = attainment(found, drawn, RATES, REQUESTS, work=work)
     refused = [line for run in runs for line in run.refusals()]
-    note = f"{serving.note(rest, found)}; prefill: {PREFILL_SOURCE}, assumed here"
+    note = f"{serving.note(rest, found, left_out)}; prefill: {PREFILL_SOURCE}, assumed here"
     note += f"; lengths: {drawn.source}"
     if refused:
         note += f"; refused: {len(refused)}, such as {refused[0]}"

@@ -1,71 +1,96 @@
 """The story in pictures: what moves in a step, and the answers of a server as bars."""
 
 from collections.abc import Sequence
+from math import sqrt
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from shadowkv_lab.deployment import Deployment
 from shadowkv_lab.load import Load
 from shadowkv_lab.steps.answer import Answer
+from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import charts
-from shadowkv_lab.ui.rows import named
+from shadowkv_lab.ui.rows import leader, named
 
-POOLS = np.geomspace(2048, 4_194_304, 12)
+# Of squares, in pixels of the picture as it is drawn; a note is as wide as NOTE.
+LARGEST, GAP, LEAST, NOTE = 340.0, 12.0, 3.0, 130.0
 
 
 def bytes_per_step(at: Deployment, load: Load, pool_tokens: int) -> go.Figure:
-    """Bytes that one GPU moves in a step, over pool size: the whole pool, live rows, new rows."""
-    model, page = at.model, at.page_size
-    pools = np.unique([*(POOLS // page * page).astype(int), pool_tokens])
-    row, wide = model.layers * model.row_bytes("fp8"), model.layers * model.row_bytes("bf16")
-    live, new = load.live_tokens * wide, load.new_tokens * row
-    cast = pool_tokens * (row + wide)
-    parts = {
-        "the whole pool: full cast reads FP8 and writes BF16": (pools * (row + wide), "#D55E00"),
-        "live rows: what attention reads": (np.full(len(pools), live), charts.DARK),
-        "new rows: what a shadow casts": (np.full(len(pools), new), "#009E73"),
-    }
+    """Bytes that one GPU moves in a step, as squares drawn to scale, at pools of three sizes.
+
+    The whole pool is what full cast casts, live rows what attention reads afterwards, new rows
+    what a shadow writes in place of the cast: `Moves` of the two strategies over all layers. Of
+    the load only as many requests count as the pool holds.
+    """
+    full, shadow = parse("full_cast"), parse("shadow")
+    each = max(1, int(load.context))
+    load = Load(min(load.concurrency, max(1, pool_tokens // each)), each, load.tokens_per_step)
+    pools = [pool_tokens]
+    for part in (4, 16):
+        if pool_tokens // part >= load.live_tokens:
+            pools.insert(0, pool_tokens // part)
+    rest = (int(load.live_tokens), load.new_tokens)
+    moved = [full.step_moves(at.model, P, *rest) for P in pools]
+    new = shadow.step_moves(at.model, pool_tokens, *rest).write_bytes
+    live, whole = moved[-1].attention_bytes, moved[-1].cast_bytes
+    parts = (
+        ("the whole pool, cast", charts.tag("full_cast").colour, [m.cast_bytes for m in moved]),
+        ("live rows, read", charts.DARK, [m.attention_bytes for m in moved]),
+        ("new rows, written to a shadow", charts.tag("shadow").colour, [new] * len(moved)),
+    )
+    scale = LARGEST / sqrt(max(whole, live))
+    squares, notes, left = [([], []) for _ in parts], [], 0.0
+    for k, P in enumerate(pools):
+        start = left
+        for (xs, ys), (_, _, amounts) in zip(squares, parts, strict=True):
+            side = max(LEAST, scale * sqrt(amounts[k]))
+            xs += [left, left, left + side, left + side, left, None]
+            ys += [0, side, side, 0, 0, None]
+            left += side + GAP
+        left = max(left + 2 * GAP, start + NOTE)
+        words = f"<b>{_size(moved[k].cast_bytes)}</b><br>pool of<br>{P:,}"
+        at_top = {"y": squares[0][1][-4], "yanchor": "bottom"}
+        notes.append({"x": start, "xanchor": "left", "align": "left", "text": words, **at_top})
     traces = [
-        charts.line(
-            pools.tolist(),
-            moved.tolist(),
-            f"{name}, {_size(moved[pools == pool_tokens][0])}",
-            colour,
-            "calibrated",
-            marker={},
-            hover="%{x:,} tokens: %{y:.3s}B per step<extra></extra>",
-        )
-        for name, (moved, colour) in parts.items()
+        {
+            **{"type": "scatter", "mode": "lines", "fill": "toself", "x": xs, "y": ys},
+            **{"line": {"color": colour, "width": 0}, "fillcolor": colour},
+            **{"name": f"{name}: {_upto(amounts)}", "hoverinfo": "name"},
+        }
+        for (xs, ys), (name, colour, amounts) in zip(squares, parts, strict=True)
     ]
-    here = charts.points([pool_tokens] * 3, [cast, live, new], "", [c for _, c in parts.values()])
-    traces.append(here | {"showlegend": False, "hoverinfo": "skip"})
+    right = left - 2 * GAP
+    one = load.new_tokens == 1
     return charts.figure(
         charts.heading(
-            f"The cast moves {_size(cast)} per step for {load.new_tokens} new "
-            f"row{'s' * (load.new_tokens != 1)}: {cast / live:,.0f} times what attention reads",
-            f"{model.layers} layers of {model.name}, {load} live tokens, pool of {pool_tokens:,}; "
-            "from the sizes of the rows",
+            f"{load.new_tokens} new row{'' if one else 's'}: full cast moves {_size(whole)} a "
+            f"step, a shadow {_size(new)}",
+            f"squares to scale ({LEAST:.0f} pixels at least): the cast grows with the pool, live "
+            f"and new rows do not; {at.model.layers} layers of {at.model.name}, {load} tokens, "
+            "one GPU",
         ),
         traces,
-        "pool (tokens)",
-        "bytes per step on each GPU",
-        log_x=True,
-        log_y=True,
-        xaxis={"tickformat": "~s"},
-        yaxis={"dtick": 2, "tickformat": "~s"},
-        legend={"y": -0.25, "orientation": "v"},
-        margin={"b": 150},
-        height=470,
+        height=LARGEST + 190,
+        xaxis={"visible": False, "range": [-4, right]},
+        yaxis={"visible": False, "range": [-8, LARGEST + 70], "scaleanchor": "x"},
+        annotations=notes,
+        margin={"l": 20, "b": 100},
+        legend={"orientation": "v", "y": -0.02},
     )
+
+
+def _upto(amounts: Sequence[float]) -> str:
+    first, last = _size(amounts[0]), _size(amounts[-1])
+    return last if first == last else f"{first} to {last}"
 
 
 def _size(amount: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if amount >= size:
             return f"{amount / size:,.1f} {unit}"
-    return f"{amount / 1e3:,.1f} kB"
+    return f"{amount / 1e3:,.0f} kB"
 
 
 def answer_bars(
@@ -93,12 +118,14 @@ def answer_bars(
         f"{a.tpot_ms:.1f} ms, {a.tokens_per_s:,.1f} tok/s, {a.kept_tokens:,} tokens" for a in runs
     ]
     texts += [f"{each:.1f} ms, {1000 / each:.1f} tok/s" for each in ms]
-    first, last = runs[0], runs[-1]
+    first, last = leader(runs, load), runs[-1]
+    untried = ", ".join(named(a) for a in runs if a.untried)
     return charts.figure(
         charts.heading(
             f"{named(last)} takes {last.tpot_ms:.1f} ms per token, {named(first)} "
             f"{first.tpot_ms:.1f}",
-            f"{load} tokens; bars: ms per token by phase; tokens: what the pool keeps",
+            f"{load} tokens; bars: ms per token by phase; tokens: what the pool keeps"
+            + (f"; never run on this card: {untried}" if untried else ""),
         ),
         bars,
         "ms per token",

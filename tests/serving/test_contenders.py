@@ -160,14 +160,15 @@ def test_where_requests_are_refused_the_cliff_and_the_traffic_say_so():
     assert min(served) >= 65_792, "one request needs that many rows"
     claimed = re.search(r"From ([\d,]+) tokens", cliff.layout.title.text)
     assert claimed is None or int(claimed[1].replace(",", "")) >= 65_792
-    with pytest.raises(errors.DoesNotFit, match="No request fits"):
-        lab.traffic_view(
-            gpu="h100",
-            lengths="fixed",
-            prompt_tokens=65_536,
-            output_tokens=65_536,
-            strategies=("shadow",),
-        )
+    refused = lab.traffic_view(
+        gpu="h100",
+        lengths="fixed",
+        prompt_tokens=65_536,
+        output_tokens=65_536,
+        strategies=("shadow",),
+    )
+    assert isinstance(refused.unanswered, errors.DoesNotFit)
+    assert "No request fits" in refused.figures[0].layout.title.text
 
 
 def test_gaps_of_many_hours_do_not_overflow():

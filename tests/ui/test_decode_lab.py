@@ -94,10 +94,10 @@ def test_the_app_follows_its_controls_and_shows_errors_in_place():
     app.controls["pool_tokens"].value = 65_536
     assert bars(app.view.figures[0]) != before and "65,536" in app.note.value
     assert "pool_tokens=65536" in app.code.value
-    app.controls["heads"].value = 128
-    assert "No recorded run of glm-5 with 128 heads" in app.error.value
-    assert "Measure on this machine" in app.error.value, "the remedy"
-    assert "heads=8" in app.code.value, "the line is that of the figures, which are grey"
+    app.controls["strategies"].value = ()
+    assert "No recorded run of no strategy" in app.error.value
+    assert "Choose at least one" in app.error.value, "the remedy"
+    assert 'strategies=("full_cast"' in app.code.value, "the line is that of the grey figures"
     assert app.plots.children[0].layout.paper_bgcolor == "#dddddd"
     app.reset()
     assert app.error.value == "" and bars(app.view.figures[0]) == before

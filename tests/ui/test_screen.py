@@ -4,6 +4,8 @@ import html
 import itertools
 import json
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from shadowkv_lab.load import Load
 from shadowkv_lab.server.launch import launch_line
 from shadowkv_lab.steps.answer import anchored, answers
 from shadowkv_lab.steps.grid import CONTEXTS, REQUESTS, grid
+from shadowkv_lab.steps.predict import predict
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.ui import screen as module
 from shadowkv_lab.ui.screen import screen_view
@@ -197,9 +200,98 @@ def test_what_is_measured_here_is_said(monkeypatch, tmp_path):
     assert f"{module.HERE[0].ms:,.1f} ms" in told
 
 
-def test_an_update_is_quick(app):
-    import time
+def test_measuring_here_can_be_cancelled_and_the_answer_stays(app, monkeypatch):
+    started = threading.Event()
 
+    def endless(at, load, report, cancelled):
+        report("a step", 0.5)
+        started.set()
+        while not cancelled():
+            time.sleep(0.01)
+        raise module.measuring.Cancelled
+
+    monkeypatch.setattr(module, "HERE", [])
+    monkeypatch.setattr(module, "measured_here", endless)
+    before, worker = app.said.value, app.measure_here()
+    assert started.wait(10) and app.cancel.layout.display == "" and app.measure.disabled
+    press(app, "concurrency", 8)
+    assert app.said.value != before, "the sliders answer meanwhile"
+    assert app.cancel.layout.display == ""
+    app.cancel.click()
+    worker.join(10)
+    settle(app)
+    assert "cancelled" in app.status.value and module.HERE == []
+    assert app.cancel.layout.display == "none" and not app.measure.disabled
+
+
+def test_the_last_answer_is_grey_while_another_is_made(app, monkeypatch):
+    going, done = threading.Event(), threading.Event()
+    made = module.grid
+
+    def slow(*args, **more):
+        going.set()
+        done.wait(10)
+        return made(*args, **more)
+
+    monkeypatch.setattr(module, "grid", slow)
+    monkeypatch.setattr(module, "ready", lambda *at: False)
+    app.controls["card"].value = "h200"
+    assert going.wait(10)
+    assert "sk-stale" in app.said._dom_classes and "sk-stale" in app.rows._dom_classes
+    assert app.cancel.layout.display == ""
+    done.set()
+    settle(app)
+    assert "sk-stale" not in app.said._dom_classes and "H200" in app.settings["card"].upper()
+
+
+def test_tokens_of_a_step_that_are_accepted_multiply_what_a_step_gives(app):
+    """The step by hand: the strategy's own at two tokens, and the rest of two requests."""
+    at = published_deployment()
+    rest = anchored("glm5-report", at)
+    step = predict("full_cast", at, Load(1, 1024, 2)).ms
+    assert app.controls["accepted"].layout.display == "none"
+    press(app, "tokens_per_step", 2)
+    assert app.controls["accepted"].layout.display == "" and not app.controls["accepted"].disabled
+    for accepted in (1.0, 1.5, 2.0):
+        press(app, "accepted", accepted)
+        table = app.view.table.set_index("strategy")
+        rate = 1000 * accepted / (step + rest(2))
+        assert table.tokens_per_s["full cast"] == pytest.approx(rate, rel=1e-6)
+        assert table.tpot_ms["full cast"] == pytest.approx(1000 / rate, rel=1e-6)
+        line = app.plots.children[0].data[0]
+        assert line.y[-1] == pytest.approx(rate, rel=0.015), "the curve's end is the answer"
+    assert "ms/step" in app.rows.value and "--speculative-num-draft-tokens 2" in app.note.value
+    rings = [t for t in app.plots.children[0].data if t.name == "published or recorded"]
+    assert not rings[0].x, "what was seen was seen without MTP"
+    press(app, "model", "kimi-k2")
+    assert app.settings["tokens_per_step"] == 1 and app.controls["tokens_per_step"].disabled
+    assert "no MTP layer" in app.beside["tokens_per_step"].value
+
+
+@pytest.mark.parametrize(
+    "settings, kernel",
+    [
+        (dict(model="glm-5", card="h200", tensor_parallel=4), "recorded attention"),
+        (dict(model="deepseek-v3.2", card="h200"), "recorded attention"),
+        (dict(model="deepseek-r1", card="b200"), "published attention"),
+    ],
+)
+def test_rings_of_other_cards_models_and_heads_are_their_own(settings, kernel):
+    """Each ring lies on a line of its strategy: of a time that the prediction rests on."""
+    view = screen_view(start="own", along="context", **settings)
+    curve = view.figures[0]
+    (rings,) = [t for t in curve.data if t.name == "published or recorded"]
+    assert rings.x and all(kernel in said for said in rings.customdata)
+    lines = {t.name: dict(zip(t.x, t.y, strict=True)) for t in curve.data if t.mode == "lines"}
+    for x, y, said in zip(rings.x, rings.y, rings.customdata, strict=True):
+        line = lines[said.split(":")[0]]
+        if x in line:
+            assert y == pytest.approx(line[x], rel=0.05), said
+    elsewhere = screen_view(start="own", along="context", **settings | {"card": "gb10"})
+    assert not next(t for t in elsewhere.figures[0].data if t.name == rings.name).x
+
+
+def test_an_update_is_quick(app):
     took = []
     for value in (1, 8, 64, 2, 16, 128):
         start = time.process_time()
