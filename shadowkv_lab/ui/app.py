@@ -108,7 +108,6 @@ class App:
         self.beside = {name: w.HTML() for name in self.controls}
         self.turn, self.worker, self.view, self.line = 0, None, View([]), ""
         self._lock = threading.Lock()
-        self._drawn: list[dict] = []
         self._stale = False
         self._width = plots.column_width(of.columns)
         self.status, self.error, self.note, self.code = (w.HTML() for _ in range(4))
@@ -285,20 +284,18 @@ class App:
         """Mark the shown figures as those of an older setting, or as current again."""
         if stale != self._stale:
             self._stale = stale
-            colour = "#dddddd" if stale else "white"
             for plot in self.plots.children:
-                plot.layout.paper_bgcolor = plot.layout.plot_bgcolor = colour
+                plot.stale = stale
 
     def _draw(self, figures: Sequence[go.Figure]) -> None:
-        shown = list(self.plots.children)
-        widgets, self._drawn = plots.draw(shown, self._drawn, figures, self._width)
-        # NOTE: figures compare by what they show, so the widgets are told apart by identity.
-        kept = {id(widget) for widget in widgets}
-        if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
-            self.plots.children = widgets
-            for plot in shown:
-                if id(plot) not in kept:
-                    plot.close()
+        self._show(plots.draw(self.plots.children, figures, self._width))
+
+    def _show(self, drawn: Sequence[plots.Plot]) -> None:
+        shown = self.plots.children
+        if len(shown) != len(drawn):
+            self.plots.children = drawn
+            for plot in shown[len(drawn) :]:
+                plot.close()
 
     def _moved(self, change: dict) -> None:
         """A user has moved a control: what depends on it follows."""

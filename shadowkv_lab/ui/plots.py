@@ -1,11 +1,15 @@
-"""Figures inside an application: fitted to a column, and changed by what differs."""
+"""Figures inside an application: fitted to a column, and drawn by one plotly.js."""
 
 import json
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
+import anywidget
+import ipywidgets as w
 import plotly.graph_objects as go
+import traitlets
+from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 PAGE_WIDTH, GAP = 968, 4  # what a JupyterLab 1400 px wide shows, its side bar open
@@ -35,28 +39,99 @@ class Figures(Sequence):
         return [make() for make in makers] if isinstance(index, slice) else makers()
 
 
+# A page loads plotly.js once, from the widget that holds it, and draws a figure when its place has
+# a size. A view that is zoomed stays so until a value that it was zoomed from changes.
+SCRIPT = """
+const KEY = 'shadowkv-plotly';
+const loaded = model => globalThis[KEY] ??= (async () => {
+  const held = await model.widget_manager.get_model(model.get('plotly'));
+  const url = URL.createObjectURL(new Blob([held.get('value')], {type: 'text/javascript'}));
+  try { await import(url); } finally { URL.revokeObjectURL(url); }
+  return globalThis.Plotly;
+})().catch(error => { delete globalThis[KEY]; throw error; });
+export default {
+  render({model, el}) {
+    const place = document.createElement('div');
+    el.append(place);
+    let plotly, due = false;
+    const draw = async () => {
+      if (due || !place.offsetWidth) return;
+      due = true;
+      plotly = await loaded(model);
+      due = false;
+      const {data, layout} = structuredClone(model.get('spec'));
+      if (model.get('stale')) layout.paper_bgcolor = layout.plot_bgcolor = '#dddddd';
+      layout.uirevision ??= 'zoomed';
+      plotly.react(place, data, layout, {displaylogo: false});
+    };
+    const sized = new ResizeObserver(() => {
+      if (!plotly) draw();
+      else if (place.offsetWidth && place.layout && !place.layout.width) plotly.Plots.resize(place);
+    });
+    sized.observe(el);
+    model.on('change:spec', draw);
+    model.on('change:stale', draw);
+    return () => {
+      sized.disconnect();
+      model.off('change:spec', draw);
+      model.off('change:stale', draw);
+      plotly?.purge(place);
+    };
+  },
+};
+"""
+
+
+class Plot(anywidget.AnyWidget):
+    """A figure on a page.
+
+    plotly's FigureWidget sends the page 5 MB of script with each figure, and its state after them;
+    where a page needs more than 2 s to load them, anywidget drops that state and every later one,
+    and the figure stays empty.
+    """
+
+    _esm = SCRIPT
+    spec = traitlets.Dict().tag(sync=True)  # a figure as plain JSON
+    stale = traitlets.Bool(False).tag(sync=True)  # shown in grey: an older setting's
+    plotly = traitlets.Unicode().tag(sync=True)  # the id of the widget that holds plotly.js
+
+    def __init__(self, spec: dict):
+        super().__init__(spec=spec, plotly=_plotly().model_id)
+
+    @property
+    def figure(self) -> go.Figure:
+        """What is shown, as a figure of its own."""
+        return go.Figure(self.spec)
+
+
+@cache
+def _plotly() -> w.HTML:
+    return w.HTML(get_plotlyjs())
+
+
 def draw(
-    shown: list[go.FigureWidget],
-    drawn: list[dict],
+    shown: Sequence[Plot],
     figures: Sequence[go.Figure],
     width: int,
     fit: Callable[[go.Figure, int], dict] | None = None,
-) -> tuple[list[go.FigureWidget], list[dict]]:
-    """Make `shown` show `figures`; returns the widgets and what they show, as plain JSON.
+) -> list[Plot]:
+    """Make `shown` show `figures`; returns the plots, new ones where there are more figures.
 
-    `drawn` is what they show so far. A widget is patched where its traces are of the same types,
-    and replaced elsewhere. `fit` makes a figure plain JSON for that width, as `fitted` does.
+    `fit` makes a figure plain JSON for that width in pixels, as `fitted` does.
     """
-    specs, widgets = [], []
+    plots = []
     for i, figure in enumerate(figures):
-        specs.append(spec := (fit or fitted)(figure, width))
-        if i < len(shown) and _alike(drawn[i], spec):
-            _patch(shown[i], drawn[i], spec)
-            widgets.append(shown[i])
-        else:
-            # NOTE: a FigureWidget's stored state is that of the figure it was made from.
-            widgets.append(go.FigureWidget(go.Figure(spec, _validate=False)))
-    return widgets, specs
+        spec = (fit or fitted)(figure, width)
+        if i < len(shown):
+            shown[i].spec = spec
+        plots.append(shown[i] if i < len(shown) else Plot(spec))
+    return plots
+
+
+def plain(figure: go.Figure) -> dict:
+    """A figure as plain JSON of its own."""
+    # NOTE: Figure.to_json() packs arrays as base64, which compares and reads back badly.
+    return json.loads(json.dumps(figure.to_plotly_json(), cls=PlotlyJSONEncoder))
 
 
 def _parts(title: str) -> list[str]:
@@ -77,8 +152,7 @@ def wrapped(title: str, letters: int, small: int | None = None) -> str:
 
 def fitted(figure: go.Figure, width: int) -> dict:
     """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
-    # NOTE: Figure.to_json() packs arrays as base64, which compares and reads back badly.
-    spec = json.loads(json.dumps(figure.to_plotly_json(), cls=PlotlyJSONEncoder))
+    spec = plain(figure)
     layout = spec["layout"]
     lines = []
     for part in _parts(layout.get("title", {}).get("text", "")):
@@ -186,36 +260,3 @@ def _make_room(spec: dict) -> None:
         room = plot - CHAR_PX * max(map(len, text.split("<br>"))) - 10
         if x and room > plot / 4:
             axis["range"][1] = max(axis["range"][1], x * plot / room)
-
-
-def _alike(old: dict, new: dict) -> bool:
-    """Whether the traces that both figures have are of the same types, one by one."""
-    return all(a["type"] == b["type"] for a, b in zip(old["data"], new["data"], strict=False))
-
-
-def _patch(widget: go.FigureWidget, old: dict, new: dict) -> None:
-    """Send what differs, value by value and in one message: whole parts cost plotly's checks of
-    every property in them, and the browser more."""
-    kept = min(len(old["data"]), len(new["data"]))
-    if len(old["data"]) > kept:
-        widget.data = widget.data[:kept]
-    with widget.batch_update():
-        for trace, before, after in zip(widget.data, old["data"], new["data"], strict=False):
-            for path, value in _differences(before, after):
-                trace[path] = value
-        for path, value in _differences(old["layout"], new["layout"]):
-            widget.layout[path] = value
-    if len(new["data"]) > kept:
-        widget.add_traces(new["data"][kept:])
-
-
-def _differences(old: dict, new: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(path, new value) of each value that is another one; None where it is gone."""
-    for key in {**old, **new}:
-        before, after = old.get(key), new.get(key)
-        if before == after:
-            continue
-        if isinstance(before, dict) and isinstance(after, dict):
-            yield from _differences(before, after, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", after

@@ -695,15 +695,12 @@ class Screen(App):
 
     def _draw(self, figures) -> None:
         self.said.value, self.rows.value = self.view.said, self.view.rows
-        shown = list(self.plots.children)
-        widgets, self._drawn = plots.draw(shown, self._drawn, figures, 0, fit=_fluid)
-        if [id(plot) for plot in shown] != [id(widget) for widget in widgets]:
-            self.plots.children = widgets
+        self._show(plots.draw(self.plots.children, figures, 0, fit=_fluid))
 
 
 def _fluid(figure, width: int) -> dict:
     """A figure as plain JSON, as wide as its place; the rows beside it are its legend."""
-    spec = figure.to_plotly_json()
+    spec = plots.plain(figure)
     layout = spec["layout"]
     title = layout["title"]["text"]
     layout |= {"height": HEIGHT, "autosize": True, "showlegend": False}

@@ -234,41 +234,31 @@ def test_sliders_answer_while_they_are_dragged_unless_the_answer_is_slow():
     assert app.controls["n"].continuous_update
 
 
-def test_a_patched_figure_is_the_one_that_is_made_anew():
-    """Of a figure with other values, other labels and fewer lines, only what differs is sent."""
-    views = [
-        decode.step_view(concurrency=1),
-        decode.step_view(concurrency=64, pool_tokens=65_536),
-        decode.step_view(strategies=("full_cast", "shadow")),
-        decode.step_view(),
-    ]
-    widgets, specs = plots.draw([], [], views[0].figures, 540)
-    kept = list(map(id, widgets))
-    for view in views[1:]:
-        widgets, specs = plots.draw(widgets, specs, view.figures, 540)
-        assert list(map(id, widgets)) == kept
-        for widget, figure in zip(widgets, view.figures, strict=True):
-            fresh = go.FigureWidget(go.Figure(plots.fitted(figure, 540)))
-            assert told(widget.to_plotly_json()) == told(fresh.to_plotly_json())
+def test_a_plot_follows_in_place_and_holds_plain_json():
+    """The same widgets show other values, other labels and fewer lines; extra ones are closed."""
+    app = decode.step_view.open()
+    kept = list(map(id, app.plots.children))
+    for settings in ({"concurrency": 64}, {"strategies": ("full_cast", "shadow")}):
+        for name, value in settings.items():
+            app.controls[name].value = value
+        assert list(map(id, app.plots.children)) == kept
+        for plot, figure in zip(app.plots.children, app.view.figures, strict=True):
+            assert plot.spec == json.loads(json.dumps(plot.spec))
+            assert [t.name for t in plot.figure.data] == [t.name for t in figure.data]
+    last = app.plots.children[-1]
+    app._show(app.plots.children[:-1])
+    assert last.comm is None and len(app.plots.children) == len(kept) - 1
 
 
-def told(spec):
-    """A figure's JSON without empty parts, and without the traces' names of their own."""
-    if isinstance(spec, dict):
-        parts = {key: told(part) for key, part in spec.items() if key != "uid"}
-        return {key: part for key, part in parts.items() if part not in ({}, None)}
-    return [told(part) for part in spec] if isinstance(spec, list | tuple) else spec
-
-
-def test_only_differences_are_sent():
-    old = {"x": [1, 2], "marker": {"color": "red", "size": 3}, "name": "a"}
-    new = {"x": [1, 3], "marker": {"color": "red"}, "text": ["b"]}
-    assert dict(plots._differences(old, new)) == {
-        "x": [1, 3],
-        "marker.size": None,
-        "name": None,
-        "text": ["b"],
-    }
+def test_a_plot_is_sent_whole_as_it_is_opened(monkeypatch):
+    """anywidget drops what follows where a page loads the script too slowly."""
+    sent = []
+    monkeypatch.setattr(plots.Plot, "open", lambda self: sent.append(self.get_state()))
+    figure = go.Figure(go.Bar(x=[1, 2], y=["a", "b"]), {"title": {"text": "said"}})
+    plots.Plot(plots.plain(figure))
+    assert sent[0]["spec"]["layout"]["title"]["text"] == "said"
+    assert sent[0]["spec"]["data"][0]["x"] == [1, 2]
+    assert len(sent[0]["_esm"]) < 10_000, "plotly.js goes to a page once, not with each figure"
 
 
 def test_a_line_under_another_is_a_ring():

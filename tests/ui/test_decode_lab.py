@@ -98,10 +98,10 @@ def test_the_app_follows_its_controls_and_shows_errors_in_place():
     assert "No recorded run of no strategy" in app.error.value
     assert "Choose at least one" in app.error.value, "the remedy"
     assert 'strategies=("full_cast"' in app.code.value, "the line is that of the grey figures"
-    assert app.plots.children[0].layout.paper_bgcolor == "#dddddd"
+    assert app.plots.children[0].stale
     app.reset()
     assert app.error.value == "" and bars(app.view.figures[0]) == before
-    assert app.plots.children[0].layout.paper_bgcolor == "white"
+    assert not app.plots.children[0].stale
 
 
 def test_disturbed_times_are_called_so_and_not_compared():
@@ -120,7 +120,7 @@ def test_shown_figures_change_in_place():
     shown = app.plots.children[0]
     app.controls["concurrency"].value = 32
     assert app.plots.children[0] is shown
-    assert bars(shown) == bars(app.view.figures[0])
+    assert bars(shown.figure) == bars(app.view.figures[0])
 
 
 def test_no_strategy_chosen_is_an_error_in_place():
@@ -155,13 +155,13 @@ def test_the_last_setting_wins():
     app.worker.join(10)
     assert app.note.value == "n is 0"
     app.controls["n"].value = 1
-    assert app.plots.children[0].layout.plot_bgcolor == "#dddddd", "stale results are grey"
+    assert app.plots.children[0].stale, "shown in grey"
     app.controls["n"].value = 2
     release[1].set()
     release[2].set()
     app.worker.join(10)
     assert app.note.value == "n is 2" and ("cancelled", 1) in log
-    assert app.plots.children[0].layout.plot_bgcolor == "white"
+    assert not app.plots.children[0].stale
     app.controls["n"].value = 3
     release[3].set()
     app.worker.join(10)

@@ -44,7 +44,7 @@ def settle(app):
 
 def shown(app):
     """All that a user sees beside the controls themselves."""
-    figures = [plot.to_plotly_json() for plot in app.plots.children]
+    figures = [plot.spec for plot in app.plots.children]
     texts = [app.note.value, *(label.value for label in app.beside.values())]
     return repr((texts, app.rows.value if hasattr(app, "rows") else "", figures))
 

@@ -37,10 +37,9 @@ def settle(app):
 
 def shown(app):
     """All that a user sees beside the controls themselves."""
-    figures = [[t.to_plotly_json() for t in plot.data] for plot in app.plots.children]
-    layouts = [plot.layout.to_plotly_json() for plot in app.plots.children]
+    figures = [plot.spec for plot in app.plots.children]
     beside = [label.value for label in app.beside.values()]
-    return repr((app.note.value, app.rows.value, figures, layouts, beside, app.error.value))
+    return repr((app.note.value, app.rows.value, figures, beside, app.error.value))
 
 
 def values(control):
@@ -78,7 +77,7 @@ def test_the_start_is_the_report_and_says_which_how_fast_and_why(app):
     assert "64.6 of full cast's 95.6 ms" in said
     assert "--kv-cache-dtype bfloat16" in said and "273,280 tokens" in said
     assert "74.1" in said and app.settings["start"] == module.REPORT
-    notes = [note.text for note in app.plots.children[0].layout.annotations]
+    notes = [note.text for note in app.plots.children[0].figure.layout.annotations]
     assert any("13.5" in note for note in notes) and any("10.5" in note for note in notes)
 
 
@@ -176,7 +175,7 @@ def test_the_map_and_the_curve_agree_with_the_answer(app):
     for R, n in ((1, 1024), (64, 2048), (8, 65_536)):
         press(app, "concurrency", R)
         press(app, "context", n)
-        cells = app.plots.children[1].data[0]
+        cells = app.plots.children[1].figure.data[0]
         column = module.CONCURRENCIES.index(R)
         told = cells.customdata[CONTEXTS.index(n)][column]
         best = re.search(r"sk-big>([^:<]+)", app.said.value)[1]
@@ -258,10 +257,10 @@ def test_tokens_of_a_step_that_are_accepted_multiply_what_a_step_gives(app):
         rate = 1000 * accepted / (step + rest(2))
         assert table.tokens_per_s["full cast"] == pytest.approx(rate, rel=1e-6)
         assert table.tpot_ms["full cast"] == pytest.approx(1000 / rate, rel=1e-6)
-        line = app.plots.children[0].data[0]
+        line = app.plots.children[0].figure.data[0]
         assert line.y[-1] == pytest.approx(rate, rel=0.015), "the curve's end is the answer"
     assert "ms/step" in app.rows.value and "--speculative-num-draft-tokens 2" in app.note.value
-    rings = [t for t in app.plots.children[0].data if t.name == "published or recorded"]
+    rings = [t for t in app.plots.children[0].figure.data if t.name == "published or recorded"]
     assert not rings[0].x, "what was seen was seen without MTP"
     press(app, "model", "kimi-k2")
     assert app.settings["tokens_per_step"] == 1 and app.controls["tokens_per_step"].disabled
