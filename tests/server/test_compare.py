@@ -11,7 +11,7 @@ from shadowkv_lab.server import compare, report, results
 from shadowkv_lab.steps import trace as traces
 
 CASES = Path(__file__).parent / "cases"
-SERVER_RUN = CASES / "h200-server"
+SERVER_RUN = Path(__file__).parents[2] / "data" / "runs" / "server" / "h200-1558"
 
 COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(X)>"
 SERVER = {"model_path": "/models/GLM-5-NVFP4", "tp_size": 8, "kv_cache_dtype": "fp8_e4m3"}
@@ -326,13 +326,10 @@ def test_steps_of_a_target_its_draft_and_vllm(name, draft):
     assert found.left == 1.0 and found.outcome == "none"
 
 
-@pytest.mark.parametrize("patch", ["shadow", "fused"])
+@pytest.mark.parametrize("patch", ["shadow", "fused_fp8"])
 @pytest.mark.parametrize("options", [dict(gpu="h200"), dict(gpu="h200", model="glm-5"), {}])
 def test_a_real_patch_that_takes_the_whole_cast_is_called_so(patch, options):
-    sides = [
-        compare.read(SERVER_RUN / f"{name}.jsonl", log=SERVER_RUN / f"{name}.log")
-        for name in ("off", patch)
-    ]
+    sides = [compare.read(SERVER_RUN / name) for name in ("plain", patch)]
     found = compare.compare(*sides, **options)
     assert found.outcome == "all" and found.sentence.startswith("All of the cast is gone")
     assert found.hypotheses.empty and found.left == 0.0
