@@ -75,6 +75,8 @@ KEPT = shlex.split(
     "model_path tp_size kv_cache_dtype attention_backend page_size disable_cuda_graph version "
     "max_total_num_tokens max_total_tokens mem_fraction_static chunked_prefill_size"
 )
+# What a shell may have set: no side gets it but its own.
+PLUGIN = [f"SHADOWKV_{name}" for name in ("STRATEGY", "LAYERS", "CHECK", "WEIGHTS", "ROWS")]
 ROWS = re.compile(r"shadowkv: rows of layer (\d+): (\d+) written, (\d+) all zero")
 
 
@@ -99,7 +101,7 @@ class Server:
     def __init__(self, command: list[str], variables: dict[str, str], log: Path, port: int):
         if _answers(port):
             raise Refused(f"something listens on port {port} already: choose another --port")
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("SHADOWKV_")}
+        clean = {k: v for k, v in os.environ.items() if k not in PLUGIN}
         clean |= {"PYTHONUNBUFFERED": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         self.port, self.log = port, log
         with open(log, "wb") as out:  # a group of its own: what it starts is stopped with it
