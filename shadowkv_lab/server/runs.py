@@ -26,6 +26,14 @@ from shadowkv_lab.strategies import parse
 
 FOLDER = ("runs", "server")
 WITHIN = 0.05  # how far a prediction may be off
+# What a strategy changes in a step, by the kernels' names in FlashInfer, SGLang, torch and here.
+GROUPS = {
+    "attention": ("BatchMLA", "pairs_kernel", "combine_kernel"),
+    "FP8 conversions of new rows": ("float8_copy_kernel_cuda",),
+    "write to the pool": ("set_mla_kv_buffer_kernel",),
+    "mirror of new rows": ("widen_kernel",),
+    "copies of queries": ("elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast",),
+}
 CONTROL = "bf16"  # the side whose time gives the rest: it casts nothing
 # A side's name, where it is not its strategy's: an SGLang without the plug-in, and part of a copy.
 STRATEGY = {"plain": "full_cast", "bf16": "bf16_pool", "shadow-26": "shadow(layers=26)"}
@@ -187,6 +195,19 @@ class ServerRun:
             return files.read_json(kept)
         return profile(trace) if trace.exists() else None
 
+    def spent(self) -> pd.DataFrame:
+        """Of the sides with a profile: ms per step in each of `GROUPS`, and in the step's graph.
+
+        The graph's time is that in which a kernel runs, and idle time between them.
+        """
+        found = {side: p for side in self.sides if (p := self.profile(side))}
+        columns = {}
+        for side, p in found.items():
+            told = {name: p["groups"][name][1] for name in GROUPS}
+            told |= {"graph": p["graph_ms"], "idle in it": p["graph_ms"] - p["graph_busy_ms"]}
+            columns[side] = told | {"launches in it": p["graph_launches"]}
+        return pd.DataFrame(columns)
+
 
 def strategy(side: str) -> str:
     """The label of the strategy that a side ran."""
@@ -226,9 +247,10 @@ def find(name: str) -> ServerRun:
 def profile(path: str | Path) -> dict:
     """What decode steps of a server's trace spent, per step: ms by kernel, and in its graph.
 
-    `kernels` are (name, launches, ms). `graph_ms`, `graph_busy_ms` and `graph_launches` are medians
-    over the replays of the step's CUDA graph; busy is the time in which at least one kernel ran.
-    Raises `BadFile` for a trace whose steps the GPU does not mark.
+    `kernels` are (name, launches, ms); `groups` (launches, ms) of `GROUPS`, overlaps counted once.
+    `graph_ms`, `graph_busy_ms` and `graph_launches` are medians over the replays of the step's
+    CUDA graph; busy is the time in which at least one kernel ran. Raises `BadFile` for a trace
+    whose steps the GPU does not mark.
     """
     content = files.read_json(path, dict | list, unique=False)
     events = content.get("traceEvents") if isinstance(content, dict) else content
@@ -257,6 +279,11 @@ def profile(path: str | Path) -> dict:
         graph_ms=round(median(b - a for a, b in spans) / 1e3, 4),
         graph_busy_ms=round(median(map(_busy_us, inside)) / 1e3, 4),
         graph_launches=median(map(len, inside)),
+        groups={
+            group: [len(part) / steps, round(_busy_us(part) / steps / 1e3, 5)]
+            for group, names in GROUPS.items()
+            for part in [[e for e in kernels if any(name in e["name"] for name in names)]]
+        },
         kernels=[
             [name, count / steps, round(us / steps / 1e3, 5)]
             for name, (count, us) in sorted(sums.items(), key=lambda item: -item[1][1])

@@ -245,15 +245,6 @@ def test_the_command_prints_the_same(case, tmp_path, capsys):
     assert len(found["hypotheses"]) == 3
 
 
-def test_the_made_up_example_reads_back_as_it_was_made(tmp_path):
-    from shadowkv_lab.server import example
-
-    sides = [compare.read(folder) for folder in example.write(tmp_path)]
-    found = compare.compare(*sides, gpu="rtx-pro-6000-server")
-    assert found.cast.before_ms.sum() == pytest.approx(70.0)
-    assert found.left == pytest.approx(31 / 78) and found.tpot.saved_ms[0] == 40.0
-
-
 def compared(name, *, trace=None, **options):
     """Two sides of tests/server/cases: a folder of before and after, or one file twice."""
     where = CASES / name

@@ -130,6 +130,14 @@ def test_the_profiles_say_where_the_extra_time_goes():
     assert conversions + 0.099 + attention + gaps[1] - gaps[0] == pytest.approx(0.50, abs=0.02)
     assert ms(fused, "pairs_kernel") == pytest.approx(1.963, abs=0.001)
     assert ms(fused, "combine_kernel") == pytest.approx(1.930, abs=0.001)
+    table = run.spent()
+    assert list(table) == ["shadow", "fused_fp8", "bf16"]
+    assert table["fused_fp8"]["attention"] == pytest.approx(2.084, abs=0.001)  # they overlap
+    assert table["bf16"]["attention"] == pytest.approx(1.146, abs=0.001)
+    assert table["fused_fp8"]["copies of queries"] == pytest.approx(0.146, abs=0.001)
+    more = table["fused_fp8"] - table["bf16"]
+    named = more[[*runs.GROUPS, "idle in it"]].sum()
+    assert named == pytest.approx(more["graph"], abs=0.1) and more["graph"] > 1.4
 
 
 def event(name, ts, dur, tid=7, cat="kernel"):
