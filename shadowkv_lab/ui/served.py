@@ -38,9 +38,9 @@ def figure(run: runs.ServerRun, requests: int = 1, input_tokens: int = 1024) -> 
                 seen.predicted_ms.tolist(),
                 [title(side) for side in seen.side],
                 "predicted, with the rest of the BF16 server",
-                charts.DARK,
+                "white",
                 hover="predicted %{x:.2f} ms<extra></extra>",
-                marker={"symbol": "diamond-open", "size": 11, "line": {"width": 2}},
+                marker={"symbol": "diamond", "size": 10, "line": {"color": "black", "width": 2}},
             )
         )
     load = f"{requests} x {input_tokens:,} tokens"
@@ -49,8 +49,8 @@ def figure(run: runs.ServerRun, requests: int = 1, input_tokens: int = 1024) -> 
     if len(plain) and len(same):
         best = same.iloc[-1]
         finding = (
-            f"The same tokens at {best.tokens_per_s:,.0f} tok/s instead of "
-            f"{plain.tokens_per_s.iloc[0]:,.1f}: {title(best.side)}"
+            f"{title(best.side)}: the same tokens at {best.tokens_per_s:,.0f} tok/s instead of "
+            f"plain SGLang's {plain.tokens_per_s.iloc[0]:,.1f}"
         )
     note = f"{load}, {run.info['card']}, {run.info['date'][:10]}; medians of repeats"
     texts = [
@@ -84,3 +84,22 @@ def table(run: runs.ServerRun) -> pd.DataFrame:
         for side in dict.fromkeys(found.side)
     ]
     return shown
+
+
+def every(sides: tuple[str, ...] = ("plain", "shadow")) -> pd.DataFrame:
+    """ms per token of these sides in each recorded run, load by load."""
+    rows = [
+        {
+            "run": run.info["id"],
+            "date": run.info["date"],
+            "revision": run.info["revision"][:7],
+            "side": title(m.side),
+            "load": f"{m.requests} x {m.input_tokens:,}",
+            "ms": m.ms,
+        }
+        for run in runs.recorded()
+        for m in run.all
+        if m.side in sides
+    ]
+    index = ["run", "date", "revision", "side"]
+    return pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").round(2)

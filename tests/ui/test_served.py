@@ -14,7 +14,10 @@ def run():
 def test_the_picture_s_bars_and_diamonds(run):
     fig = served.figure(run)
     bars, predicted = fig.data
-    assert "The same tokens at 136 tok/s instead of 13.9: shadow buffer" in fig.layout.title.text
+    assert (
+        "Shadow buffer: the same tokens at 136 tok/s instead of plain SGLang's 13.9"
+        in fig.layout.title.text
+    )
     assert list(bars.x) == sorted(bars.x, reverse=True) and len(bars.x) == 5
     assert len(predicted.x) == 4 and "BF16 pool" not in predicted.y
     at = dict(zip(bars.y, bars.x, strict=True))
@@ -37,3 +40,9 @@ def test_the_table_stars_what_is_beyond_five_per_cent(run):
     wanted = {"plain": 0, "shadow": 4, "gather_cast": 3, "fused_fp8": 3, "bf16": 0}
     assert {side: stars[served.title(side)] for side in run.sides} == wanted
     assert shown.tokens.tolist() == ["", "as plain's", "as plain's", "others", "others"]
+
+
+def test_every_run_has_its_rows():
+    shown = served.every()
+    assert [index[2] for index in shown.index] == ["8b6aec6"] * 2 + ["a4979d6"] * 2 + ["35ba2bf"]
+    assert shown["1 x 1,024"].tolist() == [72.14, 7.36, 72.14, 7.37, 7.39]
