@@ -11,7 +11,7 @@ EXTRAS  := lab,test$(if $(HAS_GPU),$(comma)gpu)
 # Options for pip, such as the address of the wheel index that you use.
 PIP_OPTIONS ?=
 
-.PHONY: setup lab reproduce notebooks export bench-ui test gpu-test lock lint
+.PHONY: setup lab reproduce notebooks export bench-ui test gpu-test server-bench lock lint
 
 reproduce: setup
 	$(BIN)/shadowkv reproduce --notebook
@@ -39,6 +39,11 @@ bench-ui: setup
 # On a GPU machine: the tests that need a GPU, and a record of how they went.
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu --gpu-record
+
+# On a GPU machine, in the environment of an SGLang 0.5.23: servers with and without the lab's
+# strategies, measured. `make server-bench ARGS="--page-size 64 --limit 560"`; see CONTRIBUTING.
+server-bench:
+	$(PY) scripts/server_bench.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

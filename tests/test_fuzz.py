@@ -157,7 +157,7 @@ JSON = {
         json.dumps(NOTEBOOK).encode(),
         lambda p: notebooks.prepared(notebooks.read(p), {}),
     ),
-    "bench": (lines(CASES / "h200-server" / "fused.jsonl"), results.read_results),
+    "bench": (lines(DATA / "runs/server/h200-1558/fused_fp8/bench.jsonl"), results.read_results),
     "bench as traffic": (lines(DATA / "traffic/samples/bench-serving.made-up.jsonl"), traces.load),
     "vllm bench": (
         head(CASES / "cmp-03-vllm-json" / "after" / "vllm-100qps-Kimi-K2-Thinking.json"),

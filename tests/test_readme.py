@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from shadowkv_lab.server import runs
 from shadowkv_lab.server.plugin import STRATEGIES as SERVED
 from shadowkv_lab.steps.step import recorded
 from shadowkv_lab.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+SIDES = [
+    ("plain SGLang", "plain"),
+    ("`shadow`", "shadow"),
+    ("`gather_cast`", "gather_cast"),
+    ("`fused_fp8`", "fused_fp8"),
+    ("BF16 pool", "bf16"),
+]
 
 
 def test_its_python_prints_what_it_shows():
@@ -42,10 +50,10 @@ def test_its_picture_is_small_and_described_by_the_recorded_steps():
     assert {title: f"{ms:.2f}" for title, ms in steps.items()} == shown
 
 
-@pytest.mark.parametrize(("name", "file"), [("plain SGLang", "off"), ("`shadow`", "shadow")])
+@pytest.mark.parametrize(("name", "file"), SIDES)
 def test_its_server_times_are_those_of_the_servers_results(name, file):
     """TPOT of one stream; of several the time between tokens once all have started."""
-    results = ROOT / "tests" / "server" / "cases" / "h200-server" / f"{file}.jsonl"
+    results = ROOT / "data" / "runs" / "server" / "h200-1558" / file / "bench.jsonl"
     seen = {}
     for run in map(json.loads, results.read_text().splitlines()):
         if not run["warm_up"]:
@@ -54,9 +62,13 @@ def test_its_server_times_are_those_of_the_servers_results(name, file):
             seen.setdefault(load, []).append(run["mean_tpot_ms" if one else "steady_itl_ms"])
     section = README.split("## In a real server")[1].split("\n## ")[0]
     cells = re.search(rf"^\| {name}[^|]*\|(.*)\|$", section, re.M)[1].split("|")[:4]
+    predicted = runs.find("h200-1558").table().set_index(["side", "requests", "input"]).off
     for load, cell in zip(((1, 1024), (1, 8192), (8, 2048), (32, 2048)), cells, strict=True):
-        digits = len(cell.strip().partition(".")[2])
-        assert f"{statistics.median(seen[load]):.{digits}f}" == cell.strip(), load
+        ms, off = re.fullmatch(r"([\d.]+)(?: \((-?\d+) %\))?", cell.strip()).groups()
+        digits = len(ms.partition(".")[2])
+        assert f"{statistics.median(seen[load]):.{digits}f}" == ms, load
+        assert off is None or abs(100 * predicted[(file, *load)] - int(off)) <= 1, load
+        assert (off is None) == (file == "bf16")
 
 
 def test_its_lists_are_the_labs():

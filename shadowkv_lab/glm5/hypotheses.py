@@ -285,9 +285,12 @@ def in_words(of: Server, table: pd.DataFrame) -> str:
     if len(solved):
         possible = [judged(row, "fits") and judged(row, "under") for _, row in solved.iterrows()]
         fit_words = "" if None in possible else f", {sum(possible)} of them possible on the card"
+        one = len(solved) == 1
         words += (
-            f"{len(solved)} explanations give the step after, as they are solved for it"
-            f"{fit_words}: " + "; ".join(f"'{name}'" for name in solved.hypothesis) + ". "
+            f"{'1 explanation gives' if one else f'{len(solved)} explanations give'} the step "
+            f"after, as {'it is' if one else 'they are'} solved for it{fit_words}: "
+            + "; ".join(f"'{name}'" for name in solved.hypothesis)
+            + ". "
         )
     if free.any():
         parts = [

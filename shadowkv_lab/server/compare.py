@@ -221,7 +221,7 @@ def compare(
     kind = _pool_kind(before, geometry)
     check(before, after, _auto(before, geometry, kind))
     tpot, pairs = _tpot(before, after)
-    notes += _load_notes(pairs)
+    notes += _load_notes(pairs) + _run_notes(before, after)
     first = tpot.iloc[0]
     pool = next((p for s in (before, after) if isinstance(p := s.fact("pool tokens"), int)), None)
     card, guessed = _card(gpu, before, after, geometry, pool)
@@ -244,6 +244,8 @@ def compare(
         cast_ms, cast_how = seen["before"], "from the trace"
     elif before.trace:
         cast_how = "no cast of the pool in the trace before"
+    elif ran := _ran(before):
+        cast_how = f"not known: the server before runs {ran} already, by its log"
     elif geometry and pool and card:
         cast_ms, cast_how = _predicted(geometry, pool, card, layers, kind)
         if cast_ms and guessed:
@@ -436,6 +438,25 @@ def _spread(runs: list[Result]) -> float | None:
     """How far the steps of repeats lie apart, ms; None for a single run."""
     times = [r.step_ms for r in runs]
     return max(times) - min(times) if len(times) > 1 else None
+
+
+def _ran(side: Side) -> str | None:
+    """The strategy that the plug-in put into a server, by its log; None for SGLang as it is."""
+    found = side.log.strategy if side.log else None
+    return None if found == "full_cast" else found
+
+
+def _run_notes(before: Side, after: Side) -> list[str]:
+    """Of which runs and strategies the sides are, where their files say so."""
+    notes = []
+    ids = [{r.run for r in side.results if r.run} for side in (before, after)]
+    if all(ids) and ids[0] != ids[1]:
+        names = " and ".join(", ".join(sorted(each)) for each in ids)
+        notes.append(f"two runs ({names}): a difference of a few per cent may be of their machines")
+    if _ran(before) or _ran(after):
+        sides = [_ran(side) or "no plug-in" for side in (before, after)]
+        notes.append(f"by the logs, {sides[0]} before and {sides[1]} after")
+    return notes
 
 
 def _load_notes(pairs: list[tuple[list[Result], list[Result]]]) -> list[str]:

@@ -66,6 +66,7 @@ LINES = (
         },
     ),
     ("pool", "Memorypoolend", {"free_after_pool_gib": rf"availmem={N}GB"}),
+    ("strategy", "shadowkv:", {"strategy": r"shadowkv:(\w+?)readsapoolof"}),
     ("total", "max_total_num_tokens=", {"pool_tokens": r"max_total_num_tokens=([-+\w.]+)"}),
     ("graphs", "graphend.", {"graphs_gib": rf"memusage={N}GB"}),
     ("args", "non-defaultargs", {}),

@@ -94,7 +94,8 @@ class ServerLog:
     "fp8", "bf16" or None, `dtype` the log's own word. `reported_tokens` is vLLM's figure, for all
     DCP ranks together; it derives it from its maximum concurrency, so that only with one cache
     group it is the number of rows. `max_total_tokens` is the cap that was asked for. `other_pool`
-    says which pool it is where it is not one of latent rows. `arguments` are the server's own, by
+    says which pool it is where it is not one of latent rows. `strategy` is the one that the lab's
+    plug-in put in. `arguments` are the server's own, by
     the names of the engine. `tokens_per_s` is the median of SGLang's decode lines. `missing` names
     what is not in the log, in words.
     """
@@ -129,6 +130,7 @@ class ServerLog:
     mem_fraction: float | None = None
     max_total_tokens: int | None = None
     tokens_per_s: float | None = None
+    strategy: str | None = None
     other_pool: str = ""
     starts: int = 1
     ranks: tuple[Rank, ...] = ()
@@ -172,6 +174,9 @@ def parse(log: str | Path) -> ServerLog:
     return _read([r for r in known if r.start == starts], engine, starts, other)
 
 
+TEXTS = ("class", "label", "version", "kv_dtype", "dcp", "cp", "blocks", "strategy")
+
+
 def _text(log: str | Path) -> str:
     if isinstance(log, str) and ("\n" in log or not log.strip() or len(log) > 400):
         return log
@@ -201,7 +206,7 @@ def _read(records: list[Record], engine: str, starts: int, other: str) -> Server
         own = by_rank.setdefault(record.rank, {})
         a_draft = _is_draft(record, own)
         for name, text in record.values.items():
-            if name in ("class", "label", "version", "kv_dtype", "dcp", "cp", "blocks"):
+            if name in TEXTS:
                 value = text
             else:
                 value = _number(text, WORDS.get(name, name), record.text, name)
@@ -252,6 +257,7 @@ def _read(records: list[Record], engine: str, starts: int, other: str) -> Server
         if "tokens_per_s" in found
         else None,
     }
+    values["strategy"] = _last(found.get("strategy"))
     for name in ("card_gib", "before_gib", "activations_gib"):
         values[name] = max(found.get(name, ()), default=None)
     if "mem_fraction" in found:

@@ -24,8 +24,8 @@ class Result:
     Times are ms; None where the benchmark does not say. A step gives `accept_length` tokens of a
     request (more than 1 with speculative decoding). `arrivals` says in words why `requests` is a
     result and not a setting, and is empty where it is one; `measured` names the numbers of the
-    load that are averages. `server` holds the server's own arguments, where the benchmark kept
-    them; `notes` are for the reader.
+    load that are averages. `run` is the id of a run of several servers on one card. `server` holds
+    the server's own arguments, where the benchmark kept them; `notes` are for the reader.
     """
 
     benchmark: str
@@ -43,6 +43,7 @@ class Result:
     failed: int = 0
     completed: int | None = None
     warm_up: bool = False
+    run: str = ""
     server: dict = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -187,6 +188,7 @@ def _serving(entry: dict, where: str) -> Result:
         failed=failed,
         completed=completed,
         warm_up=entry.get("warm_up") is True,
+        run=str(entry.get("run") or ""),
         server=server,
         notes=tuple(notes),
     )

@@ -11,7 +11,7 @@ from shadowkv_lab.server import compare, report, results
 from shadowkv_lab.steps import trace as traces
 
 CASES = Path(__file__).parent / "cases"
-SERVER_RUN = CASES / "h200-server"
+SERVER_RUN = Path(__file__).parents[2] / "data" / "runs" / "server" / "h200-1558"
 
 COPY = "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(X)>"
 SERVER = {"model_path": "/models/GLM-5-NVFP4", "tp_size": 8, "kv_cache_dtype": "fp8_e4m3"}
@@ -245,15 +245,6 @@ def test_the_command_prints_the_same(case, tmp_path, capsys):
     assert len(found["hypotheses"]) == 3
 
 
-def test_the_made_up_example_reads_back_as_it_was_made(tmp_path):
-    from shadowkv_lab.server import example
-
-    sides = [compare.read(folder) for folder in example.write(tmp_path)]
-    found = compare.compare(*sides, gpu="rtx-pro-6000-server")
-    assert found.cast.before_ms.sum() == pytest.approx(70.0)
-    assert found.left == pytest.approx(31 / 78) and found.tpot.saved_ms[0] == 40.0
-
-
 def compared(name, *, trace=None, **options):
     """Two sides of tests/server/cases: a folder of before and after, or one file twice."""
     where = CASES / name
@@ -326,13 +317,10 @@ def test_steps_of_a_target_its_draft_and_vllm(name, draft):
     assert found.left == 1.0 and found.outcome == "none"
 
 
-@pytest.mark.parametrize("patch", ["shadow", "fused"])
+@pytest.mark.parametrize("patch", ["shadow", "fused_fp8"])
 @pytest.mark.parametrize("options", [dict(gpu="h200"), dict(gpu="h200", model="glm-5"), {}])
 def test_a_real_patch_that_takes_the_whole_cast_is_called_so(patch, options):
-    sides = [
-        compare.read(SERVER_RUN / f"{name}.jsonl", log=SERVER_RUN / f"{name}.log")
-        for name in ("off", patch)
-    ]
+    sides = [compare.read(SERVER_RUN / name) for name in ("plain", patch)]
     found = compare.compare(*sides, **options)
     assert found.outcome == "all" and found.sentence.startswith("All of the cast is gone")
     assert found.hypotheses.empty and found.left == 0.0
@@ -340,6 +328,50 @@ def test_a_real_patch_that_takes_the_whole_cast_is_called_so(patch, options):
     assert "not accounted for" not in str(found.budget and found.budget.formula)
     # Nobody named the card: that it is this one is assumed, and said.
     assert ("assumed" in found.cast_how) == (not options)
+
+
+@pytest.mark.parametrize("run", ["h200-1558", "h200-1937"])
+def test_a_patch_is_perfect_in_every_run_and_the_logs_say_which(run):
+    sides = [compare.read(SERVER_RUN.parent / run / name) for name in ("plain", "shadow")]
+    assert [s.log.strategy for s in sides] == [None, "shadow"]
+    found = compare.compare(*sides)
+    assert found.outcome == "all" and found.hypotheses.empty
+    assert "by the logs, no plug-in before and shadow after" in found.notes
+    text = " ".join([found.sentence, *found.notes, found.budget.formula])
+    assert "cut to 0" not in text and "not accounted for" not in text
+    assert "max_total_tokens 495,616" in text and "(1 - 0.85)" in text
+
+
+def test_a_server_that_is_patched_already_has_no_cast_to_lose():
+    """Two runs of the shadow, of other kernels: nothing changed, and no cast is made up for it."""
+    sides = [compare.read(SERVER_RUN.parent / run / "shadow") for run in ("h200-1937", "h200-2208")]
+    found = compare.compare(*sides, gpu="h200")
+    assert (found.outcome, found.cast_ms, found.left) == ("unknown", None, None)
+    assert "the server before runs shadow already, by its log" in found.sentence
+    assert found.hypotheses.empty
+
+
+def test_a_faster_cast_is_said_to_be_one_and_not_a_smaller_pool(tmp_path):
+    """The vector cast's saving of 48.4 ms, put into plain's lines: its own were not kept."""
+    lines = (SERVER_RUN / "plain" / "bench.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    for entry in entries:
+        entry["mean_tpot_ms"] -= 48.4
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    found = compare.compare(compare.read(SERVER_RUN / "plain"), compare.read(tmp_path), gpu="h200")
+    assert found.outcome == "part" and "1 explanation gives the step after" in found.sentence
+    assert "'a full cast by a faster kernel'" in found.sentence
+    assert (found.hypotheses.pool_tokens == 495_616).all()
+
+
+def test_sides_of_two_runs_are_said_to_be(tmp_path):
+    sides = []
+    for name, run in (("a", "20261202-1"), ("b", "20261202-2")):
+        entry = serving(50.0, server_info=None, run=run)
+        sides.append(compare.Side(name, (results.parse_entry(entry),)))
+    (note,) = (n for n in compare.compare(*sides).notes if n.startswith("two runs"))
+    assert "20261202-1 and 20261202-2" in note
+    assert not any(n.startswith("two runs") for n in compare.compare(sides[0], sides[0]).notes)
 
 
 def test_the_noise_of_repeats_decides():

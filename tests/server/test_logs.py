@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shadowkv_lab import facts
 from shadowkv_lab.budget import budget
 from shadowkv_lab.errors import BadFile, LabError, NoAnswer
 from shadowkv_lab.model import load_model
@@ -166,7 +167,7 @@ def test_e5m2_is_named_and_its_readers_are_not_offered():
 
 
 def test_a_real_server_whose_pool_was_capped():
-    log = CASES / "h200-server" / "off.log"
+    log = facts.RUNS / "server" / "h200-1558" / "plain" / "server.log"
     found = read(log, card="h200")
     made = found.deployment
     assert (found.log.mem_fraction, found.log.max_total_tokens) == (0.85, 495_616)

@@ -24,7 +24,8 @@ def load(**environment):
     """Run SGLang's `load_plugins` with these variables; the finished process."""
     path = str(Path(__file__).parent)
     command = [sys.executable, "-c", CODE]
-    environment = {**os.environ, "PYTHONPATH": path, **environment}
+    here = os.pathsep.join([path, str(Path(__file__).parents[2])])  # this checkout's plug-in
+    environment = {**os.environ, "PYTHONPATH": here, **environment}
     return subprocess.run(
         command, capture_output=True, text=True, cwd=path, env=environment, check=False
     )

@@ -7,8 +7,10 @@ nothing unless SHADOWKV_STRATEGY is set:
     SHADOWKV_LAYERS     layers that get a shadow: 26 (the first 26) or 0-25,40; all if left out
     SHADOWKV_CHECK      compare mirror and pool after every so many forward passes, outside graphs
 
-Written against SGLang 0.5.23's source and tested on its real classes on a CPU; what has not been
-run in a live server is listed in notebooks/05_on_your_server.ipynb.
+SHADOWKV_WEIGHTS and SHADOWKV_ROWS are for trials with random weights (`plugin/trial.py`).
+
+Run in a live server of SGLang 0.5.23 on one H200 (data/runs/server); what was not run is listed in
+notebooks/05_on_your_server.ipynb.
 """
 
 import os
@@ -18,7 +20,18 @@ from dataclasses import dataclass
 from shadowkv_lab.errors import CannotRun, LabError, OutOfRange, UnknownName
 
 STRATEGIES = ("full_cast", "vector_cast", "shadow", "gather_cast", "fused_fp8")
-RELEASES = ("0.5.23",)  # whose source the hooks were written against
+RELEASES = {"0.5.23": "run on one H200"}  # where the plug-in runs, and what was tried of it
+# Of other releases the hooked functions were read in their wheels; none of these was run.
+TWO_OTHER = (
+    "arguments are checked in ServerArgs.check_server_args, and the decode planner's update begins "
+    "with req_pool_indices: two other hooks"
+)
+SLOTS = "every hook resolves, but set_mla_kv_buffer takes slots where 0.5.23 takes a KVWriteLoc"
+READ = {
+    "0.5.22": "every hook resolves, with 0.5.23's signatures; it was not run",
+    **dict.fromkeys(("0.5.21", "0.5.20", "0.5.19"), SLOTS),
+    **dict.fromkeys(("0.5.18", "0.5.17"), TWO_OTHER),
+}
 
 
 @dataclass(frozen=True)
@@ -76,26 +89,31 @@ def register() -> None:
     """
     try:
         chosen = settings()
-        if chosen is None:
+        if chosen is None and not any(os.environ.get(name) for name in TRIAL):
             return
-        from shadowkv_lab.server.plugin import hooks
+        from shadowkv_lab.server.plugin import hooks, trial
 
+        beside = trial.targets()
         check_release()
-        hooks.install(chosen)
+        hooks.install(chosen, beside)
     except LabError as error:
         raise SystemExit(f"shadowkv: {type(error).__name__}: {error}") from None
 
 
+TRIAL = ("SHADOWKV_WEIGHTS", "SHADOWKV_ROWS")
+
+
 def check_release(version: str | None = None) -> None:
-    """Raise `CannotRun` unless this release of SGLang is one that was read."""
+    """Raise `CannotRun` unless the plug-in was run on this release of SGLang."""
     if version is None:
         import sglang
 
         version = sglang.__version__
-    if version.split("+")[0].split(".post")[0] not in RELEASES:
+    release = version.split("+")[0].split(".post")[0]
+    if release not in RELEASES:
+        why = READ.get(release, "it resolves its arguments or writes its pool in ways not read")
         raise CannotRun(
-            f"SGLang {version}",
-            f"SGLang {', '.join(RELEASES)}",
-            "Other releases resolve their arguments or write their pool in other ways; install "
-            f"sglang=={RELEASES[-1]}, or unset SHADOWKV_STRATEGY",
+            f"SGLang {version}: {why}",
+            f"SGLang {', '.join(f'{r} ({how})' for r, how in RELEASES.items())}",
+            f"Install sglang=={list(RELEASES)[-1]}, or unset SHADOWKV_STRATEGY",
         )

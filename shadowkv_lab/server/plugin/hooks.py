@@ -49,18 +49,21 @@ def targets(settings: Settings) -> dict[str, tuple[str, object]]:
     return found
 
 
-def install(settings: Settings) -> None:
+def install(
+    settings: Settings | None, beside: "dict[str, tuple[str, object]] | None" = None
+) -> None:
     """Look for every target and register its hook; SGLang applies them when all plug-ins ran.
 
-    Raises `CannotRun` naming the first target that this SGLang does not have.
+    `beside` are hooks of a trial, which need no strategy. Raises `CannotRun` naming the first
+    target that this SGLang does not have.
     """
     global chosen
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wanted = targets(settings)
-    for path in wanted:
+    wanted = [*(targets(settings) if settings else {}).items(), *(beside or {}).items()]
+    for path, _ in wanted:
         resolve(path)
-    for path, (kind, hook) in wanted.items():
+    for path, (kind, hook) in wanted:
         HookRegistry.register(path, hook, HookType[kind])
     chosen = settings
     log.info("shadowkv: %s, %d hooks", settings, len(wanted))
