@@ -229,9 +229,10 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             continue
         replayed[(s.strategy.label, s.setting, s.card)] = s.ms
         layers, R = s.setting.model.layers, s.setting.load.new_tokens
+        read = s.setting.read_tokens
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
-        full = s.setting.load.live_tokens >= s.setting.pool_tokens
+        full = read >= s.setting.pool_tokens
         for p in s.phases:
             if p.curve is None or p.ms <= 0:
                 continue
@@ -242,7 +243,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 reads_of(p.curve) if attention else "",
                 s.card,
                 s.setting.heads if attention else 0,
-                s.setting.page_size if attention else 0,
+                (1 if s.setting.load.reads == "dsa" else s.setting.page_size) if attention else 0,
                 # Scratch of the live rows alone, and not of a whole pool, is read row by row.
                 bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
             )
@@ -251,7 +252,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 Point(
                     key,
                     R if attention else 1,
-                    s.setting.load.live_tokens / R if attention else p.bytes / layers,
+                    read / R if attention else p.bytes / layers,
                     p.bytes / layers,
                     ms / layers,
                     Kind.RECORDED,

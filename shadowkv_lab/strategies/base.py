@@ -9,18 +9,24 @@ Bytes per layer and step, P pool slots, L live tokens, R new tokens, for rows of
 | shadow | 1728 | 1152 L + 1728 R |
 | gather_cast | 576, and scratch (1152 L) | 2880 L + 576 R |
 | native_fp8, fused_fp8 | 576 | 576 L + 576 R |
+
+With DSA, L are the rows that a layer chooses. A layer that has an index moves for it 132 (L + R) +
+4 L bytes (keys read and written, scores written) and, for the choice, 4 L + 4 A, where L are the
+live tokens and A the chosen ones. See `Strategy.moves_at`.
 """
 
 from __future__ import annotations
 
 import colorsys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
+from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model
 
 if TYPE_CHECKING:
@@ -96,6 +102,7 @@ class Strategy:
     compact: ClassVar[bool] = False  # attention reads row i for live token i, not the page table
     needs: ClassVar[str | None] = None  # kernel module without which it cannot run
     backend: ClassVar[str | None] = None  # its rules' name, where only one backend can read it
+    casts_pool: ClassVar[bool] = False  # its cast grows with the pool, in some layer
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
@@ -128,6 +135,17 @@ class Strategy:
         options = self._options()
         title = f"{self.title} ({options})" if options else self.title
         return Label(self.label, title, colour_of(self.order), self.order)
+
+    def tag_at(self, load: Load) -> Label:
+        """Its tag for the steps of a load: with DSA the title says so.
+
+        A strategy that casts the whole pool is then hypothetical: SGLang casts in its dense
+        backends, and none of them reads chosen rows.
+        """
+        if load.reads == "dense":
+            return self.tag
+        words = "DSA, hypothetical" if self.casts_pool else "DSA"
+        return replace(self.tag, title=f"{self.tag.title}, {words}")
 
     def _options(self) -> str:
         return ",".join(
@@ -202,6 +220,21 @@ class Strategy:
         """Bytes that a whole step moves, all layers."""
         layers = [self.at(i).moves(model, P, L, R) for i in range(model.layers)]
         return Moves(*map(sum, zip(*layers, strict=True)))
+
+    def moves_at(self, setting: Setting) -> dict[str, int]:
+        """Bytes that one GPU's whole step moves at a setting, by phase: with DSA five of them.
+
+        Raises `CannotRun` where the load reads by an index that the model does not have.
+        """
+        model, load, A = setting.model, setting.load, setting.read_tokens
+        cast, attention, write = self.step_moves(model, setting.pool_tokens, A, load.new_tokens)
+        found = {"cast": cast, "attention": attention, "write": write}
+        if load.reads == "dense":
+            return found
+        layers, L, score, slot = len(model.choosing), load.live_tokens, 4, 4
+        keys = model.row_bytes("index") * (L + load.new_tokens)
+        index, top_k = keys + score * L, score * L + slot * A
+        return found | {"index": layers * index, "top_k": layers * top_k}
 
     def scratch_bytes(self, model: Model, P: int, L: int) -> int:
         """Bytes of scratch that all layers share."""
