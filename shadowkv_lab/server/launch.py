@@ -2,6 +2,7 @@
 
 from shadowkv_lab.deployment import LAYOUTS, Deployment
 from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.load import Load
 from shadowkv_lab.server.plugin import STRATEGIES as PLUGGED
 from shadowkv_lab.strategies import Strategy, parse
 
@@ -9,7 +10,10 @@ PLAIN = ("full_cast", "bf16_pool")  # what an SGLang without the plug-in does
 
 
 def launch_line(
-    strategy: "Strategy | str", deployment: Deployment, max_total_tokens: int | None = None
+    strategy: "Strategy | str",
+    deployment: Deployment,
+    max_total_tokens: int | None = None,
+    load: Load | None = None,
 ) -> str:
     """The command for SGLang, with the plug-in's variables where the strategy needs it.
 
@@ -17,7 +21,7 @@ def launch_line(
     server.
     """
     strategy = parse(strategy)
-    if why := no_line(strategy, deployment):
+    if why := no_line(strategy, deployment, load):
         raise CannotRun(f"No server with {strategy.tag.title}: {why}")
     dtype = "bfloat16" if strategy.kinds == ("bf16",) else deployment.layout
     flags = [f"--model-path {deployment.checkpoint.name}", f"--tp {deployment.tensor_parallel}"]
@@ -42,8 +46,12 @@ def launch_line(
     return f"{variables}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def no_line(strategy: Strategy, deployment: Deployment) -> str:
+def no_line(strategy: Strategy, deployment: Deployment, load: Load | None = None) -> str:
     """Why no server can be launched with a strategy there; "" where one can."""
+    if load and load.reads == "dsa":
+        if strategy.casts_pool:
+            return "SGLang casts in its dense backends, and none of them reads chosen rows"
+        return "the lab's lines and its plug-in are for dense reads"
     if deployment.engine != "sglang":
         return "the lab knows SGLang's flags only"
     if strategy.name not in (*PLAIN, *PLUGGED):

@@ -1,7 +1,7 @@
 """Answers: a deployment x a load x each strategy gives what fits, the step, TPOT and tok/s."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import Deployment, published_deployment
@@ -15,6 +15,7 @@ from shadowkv_lab.steps.rest import Rest, rest_of
 from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, Label, Strategy, parse
 
+HYPOTHETICAL = "hypothetical: SGLang casts in its dense backends, and none reads chosen rows"
 # Published whole steps of one stream: what is left beside the strategy's own is a rest.
 ANCHORS = {
     "glm5-report": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
@@ -80,8 +81,11 @@ def answer(
     takes the smallest pool that holds the load."""
     strategy = parse(strategy)
     verdict = can_run(strategy, deployment)
+    tag, untried = strategy.tag_at(load), verdict.untried
     if not verdict:
-        return Answer(strategy.tag, reason=verdict.reason)
+        return Answer(tag, reason=verdict.reason)
+    if load.reads == "dsa" and strategy.casts_pool:
+        untried = "; ".join(filter(None, (HYPOTHETICAL, untried)))
     page = deployment.page_size
     rows = deployment.rows(strategy)
     if pool_tokens is not None:
@@ -95,14 +99,14 @@ def answer(
     running = min(load.concurrency, requests)
     if not running:
         why = f"its {tokens:,} tokens do not hold one request of {int(load.context):,}"
-        return Answer(strategy.tag, tokens, reason=why, untried=verdict.untried, cut=cut)
-    at_once = Load(running, load.context, load.tokens_per_step)
+        return Answer(tag, tokens, reason=why, untried=untried, cut=cut)
+    at_once = replace(load, concurrency=running)
     step = predict(strategy, deployment, at_once, pool_tokens=rows)
     rest_ms, tpot_ms = rest(running), rest(running) + step.ms
     (low, high), (rest_low, rest_high) = step.range_ms, rest.range_ms(running)
     produced = 1000 * running
     return Answer(
-        strategy.tag,
+        tag,
         tokens,
         requests,
         running,
@@ -113,7 +117,7 @@ def answer(
         produced / (high + rest_high),
         produced / (low + rest_low),
         step.provenance + rest.provenance,
-        untried=verdict.untried,
+        untried=untried,
         cut=cut,
     )
 

@@ -38,6 +38,7 @@ SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
 HERE_POOL_TOKENS = 2048  # a CPU's pool where nobody chose one: four strategies in some seconds
 PHASES = {f"{name}_ms": (name, opacity) for name, opacity in charts.OPACITY.items()}
+INDEX = {f"{n}_ms": (charts.NAMES.get(n, n), o) for n, o in charts.DSA_OPACITY.items()}
 TABLE = (
     *("strategy", "pool_tokens", "concurrency", "context", "step_ms", "cast_ms", "attention_ms"),
     *("write_ms", "residual_ms", "step_spread_ms", "kept_bytes", "error", "provenance"),
@@ -48,15 +49,19 @@ TABLE = (
 
 
 def step_by_phase(frame: pd.DataFrame) -> go.Figure:
-    """Stacked bars: one per strategy, cast, attention and write in it; its total beside it."""
+    """Stacked bars: one per strategy, its phases in it; its total beside it.
+
+    Cast, attention and write, and of steps that read by an index also its scores and top-k.
+    """
     frame = frame.sort_values("step_ms", kind="stable")
-    moved = {column: _moved(frame, column) for column in PHASES}
+    parts = PHASES | (INDEX if (frame[[*INDEX]] > 0).any(axis=None) else {})
+    moved = {column: _moved(frame, column) for column in parts}
     # Phases are timed one by one, so on a busy machine they may add up to more than the step.
-    ends = frame[[*PHASES]].sum(axis=1).clip(lower=frame.step_ms)
+    ends = frame[[*parts]].sum(axis=1).clip(lower=frame.step_ms)
     texts = [f"{ms:,.2f} ms, {word}" for ms, word in frame[["step_ms", "provenance"]].values]
     return charts.figure(
         _ratio_title(frame),
-        charts.phases(frame, PHASES, moved, form=".3f"),
+        charts.phases(frame, parts, moved, form=".3f"),
         "step, all layers (ms)",
         **charts.totals(frame.title, ends, texts, widest=1.5),
     )

@@ -20,7 +20,7 @@ def bytes_per_step(at: Deployment, load: Load, pool_tokens: int) -> go.Figure:
     model, page = at.model, at.page_size
     pools = np.unique([*(POOLS // page * page).astype(int), pool_tokens])
     row, wide = model.layers * model.row_bytes("fp8"), model.layers * model.row_bytes("bf16")
-    live, new = load.live_tokens * wide, load.new_tokens * row
+    live, new = model.read_tokens(load) * wide, load.new_tokens * row
     cast = pool_tokens * (row + wide)
     parts = {
         "the whole pool: full cast reads FP8 and writes BF16": (pools * (row + wide), "#D55E00"),
@@ -83,7 +83,11 @@ def answer_bars(
             "write": [a.step["write"].ms for a in runs],
         }
     )
-    parts = {name: (name, shade) for name, shade in charts.OPACITY.items()}
+    shades = charts.OPACITY
+    if load.reads == "dsa":
+        shades = shades | charts.DSA_OPACITY
+        frame = frame.assign(**{n: [a.step[n].ms for a in runs] for n in charts.DSA_OPACITY})
+    parts = {name: (charts.NAMES.get(name, name), shade) for name, shade in shades.items()}
     rest = [a.rest_ms for a in runs]
     bars = charts.phases(frame, parts)
     bars.append(charts.bar(frame.title, rest, "rest", charts.GREY, "assumed"))
