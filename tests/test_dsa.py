@@ -18,7 +18,7 @@ from shadowkv_lab.strategies.check import check, count_bytes, make_step
 from tests.kernels.test_index import by_hand
 
 GLM = load_model("glm-5")
-VARIANTS = ["shadow(layers=1)", "shadow(mirror=original)"]
+VARIANTS = ["shadow(layers=1)", "hot_set(rows=300)", "shared_shadow(layers=1,rows=300)"]
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def test_every_strategy_reads_what_the_index_chooses(name):
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("name", ["full_cast", "gather_cast", "fused_fp8", "bf16_pool"])
+@pytest.mark.parametrize(
+    "name", ["full_cast", "gather_cast", "fused_fp8", "bf16_pool", *VARIANTS[1:]]
+)
 def test_outputs_against_scores_choice_and_attention_in_numpy(small, name, page_size):
     """Nothing of the lab in the oracle: the choice by argsort, attention row by row."""
     step = make_step(parse(name), small, page_size, "dsa")

@@ -96,9 +96,12 @@ def answer(
         rows = min(rows, -(-int(share.context) // page) * page * share.concurrency)
     tokens = rows * deployment.decode_context_parallel
     requests = tokens // each * deployment.data_parallel
-    running = min(load.concurrency, requests)
+    running, held = min(load.concurrency, requests), tokens
+    if (most := strategy.live_rows) is not None:  # the others wait, their rows in the pool
+        held = min(tokens, most)
+        running = min(running, most // int(load.context) * deployment.data_parallel)
     if not running:
-        why = f"its {tokens:,} tokens do not hold one request of {int(load.context):,}"
+        why = f"its {held:,} tokens do not hold one request of {int(load.context):,}"
         return Answer(tag, tokens, reason=why, untried=untried, cut=cut)
     at_once = replace(load, concurrency=running)
     step = predict(strategy, deployment, at_once, pool_tokens=rows)

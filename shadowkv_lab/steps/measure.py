@@ -202,6 +202,7 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
         if s.needs:
             kernels.require(s.needs, device)
     asked = [Load(c, n, reads=bench.reads) for c, n in loads]
+    strategy.require_rows(max((load.live_tokens for load in asked), default=0))
     L = int(max(map(model.read_tokens, asked), default=0))
     R = max((load.concurrency for load in asked), default=0)
     queries = model.layers * R * bench.heads * 2 * 2 * model.row

@@ -38,8 +38,10 @@ def predict_at(
     """
     strategy, fitted = parse(strategy), fitted or fit()
     model, load, P = setting.model, setting.load, setting.pool_tokens
+    read = setting.read_tokens
     check_load(model, P, load.concurrency, int(load.context))
-    layers, read = Counter(strategy.at(i) for i in range(model.layers)), setting.read_tokens
+    strategy.require_rows(load.live_tokens)
+    layers = Counter(strategy.at(i) for i in range(model.layers))
     found = [_phase(name, layers, setting, card, fitted, backend) for name in PHASES]
     if found[1].curve in WITH_WRITE:
         found[2] = _beyond_a_plain_write(found[2], strategy, setting, card, fitted)
@@ -104,6 +106,7 @@ def at(
     concurrency: int = 1,
     context: float = 1024,
     heads: int | None = None,
+    reads: str = "dense",
 ) -> Setting:
     """A setting from names; `heads` are by default those of one of eight GPUs.
 
@@ -119,7 +122,7 @@ def at(
     heads = model.heads // 8 if heads is None else heads
     if heads < 1:
         raise OutOfRange(f"{heads} heads per GPU", "1 or more")
-    return Setting(model, heads, pool_tokens, Load(concurrency, context))
+    return Setting(model, heads, pool_tokens, Load(concurrency, context, reads=reads))
 
 
 def resized(step: Step, pool_tokens: int) -> Step:
@@ -264,6 +267,8 @@ def _layer(
         load.concurrency,
         setting.page_size,
     )
+    if strategy.by_row:
+        page = 1
     if load.reads == "dsa":  # each reads rows of its own, one here and one there
         heads, requests, page = setting.heads, load.new_tokens, 1
     return fitted.attention(

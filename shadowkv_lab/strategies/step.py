@@ -54,16 +54,23 @@ class DecodeStep:
         self.q_pe = noise(pool.layers, B, heads, rope)
         self.rows = noise(pool.layers, B, model.row)
         self.out = torch.full_like(self.q_nope, float("nan"))
-        self.buffers = [
-            {name: noise(rows, model.row) for name, rows in s.buffers(model).items()}
-            for s in self.at
-        ]
+        # Whatever a strategy keeps outlives the batch, as the pool does.
+        self.buffers: list[dict[str, torch.Tensor]] = []
+        for layer, s in enumerate(self.at):
+            kept = pool.beside.setdefault((s.label, layer), {})
+            for name, rows in s.buffers(model).items():
+                if name not in kept:
+                    kept[name] = noise(rows, model.row)
+            self.buffers.append(kept)
         self.scratch: dict[Strategy, torch.Tensor] = {}
         self.attention: dict[Strategy, kernels.Attention] = {}
+        self.paged: dict[Strategy, Batch] = {}  # what each one's attention is planned for
+        self.shared: dict[Strategy, torch.Tensor] = {}  # slots that it casts, each once
         for s in dict.fromkeys(self.at):
             if count := s.scratch_rows(slots, self.reading.live_tokens):
                 self.scratch[s] = noise(count, model.row)
             self.attention[s] = kernels.attention(s.reads, device, backend)
+            self.paged[s] = s.paged(self)
         self.plan(heads)
         for s in self.attention:
             s.prepare(self)
@@ -73,7 +80,7 @@ class DecodeStep:
         model = self.pool.model
         for s, attention in self.attention.items():
             attention.plan(
-                self.reading.compact() if s.compact else self.reading,
+                self.paged[s],
                 heads,
                 model.softmax_scale,
                 rank=model.kv_lora_rank,
