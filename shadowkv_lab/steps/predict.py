@@ -222,7 +222,7 @@ def _index(
         said += f", and the growth of scores and top-k from {INDEX_FROM:,} tokens on, published: "
         said += f"{grown.provenance.how}, less the scores' bytes"
     low, high = fitted.range_of(grown.basis)
-    known = replace(grown.provenance, how=said)
+    known = replace(grown.provenance + assumed("its launch"), how=said)
     top_k = Phase("top_k", beside(1.0), top_k_bytes, None, known, beside(low), beside(high))
     return [scores, top_k]
 

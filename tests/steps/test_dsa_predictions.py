@@ -73,9 +73,10 @@ def test_attention_is_that_of_the_rows_read(name):
 
 def test_provenance_says_what_was_published_and_what_was_not():
     inside = predict_at("bf16_pool", at(1, 65_537), "h200")
-    assert str(inside["top_k"].provenance) == "calibrated"
-    assert "2,049" in inside["top_k"].provenance.how
-    assert str(inside["index"].provenance) == "assumed"
+    # Its growth is published, its launch is not: the weakest part names the sum.
+    assert str(inside["top_k"].provenance) == str(inside["index"].provenance) == "assumed"
+    said = inside["top_k"].provenance.how
+    assert "2,049" in said and "on h200, a published table" in said and "beyond" not in said
     for card, n in (("h200", 900_000), ("rtx-pro-6000-server", 65_537), ("h20", 65_537)):
         step = predict_at("bf16_pool", at(1, n, model=load_model("glm-5.2")), card)
         assert str(step["top_k"].provenance) == "assumed", card
