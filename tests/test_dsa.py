@@ -14,7 +14,7 @@ from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
 from shadowkv_lab.steps import measure
 from shadowkv_lab.strategies import STRATEGIES, parse
-from shadowkv_lab.strategies.check import check, count_bytes, make_step
+from shadowkv_lab.strategies.check import check, count_bytes, make_step, worst_error
 from tests.kernels.test_index import by_hand
 
 GLM = load_model("glm-5")
@@ -91,6 +91,28 @@ def test_requests_of_different_lengths_choose_for_themselves(small):
     assert sorted(of.chosen.pages[offsets[1] : offsets[2]].tolist()) == sorted(
         batch.slots(1).tolist()
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*STRATEGIES, "hot_set(rows=2000)", "shared_shadow"])
+def test_a_captured_step_chooses_anew_at_each_replay(small, name):
+    """Other queries, keys and rows in the same graph: the replay reads what they choose."""
+    from shadowkv_lab.steps import timing
+    from tests.test_strategies import runnable, step_of
+
+    device = torch.device("cuda:0")
+    if not runnable(name, device):
+        pytest.skip(f"{name} cannot run on this GPU")
+    step = step_of(small, name, device, context=500, tokens=4096, page_size=64, reads="dsa")
+    replay = timing.capture(step.step, device)
+    before = step.reading.pages.clone()
+    step.advance(5)
+    step.rows.normal_()
+    step.chooser.weights.normal_()
+    step.out.fill_(float("nan"))
+    replay()
+    assert not torch.equal(before, step.reading.pages)
+    assert worst_error(step, ("index", "top_k")) < 6e-3
 
 
 def test_bytes_by_hand(small):

@@ -29,7 +29,7 @@ def runnable(name: str, device: torch.device) -> bool:
         return False
 
 
-def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, tokens=256, mirror=None):
+def step_of(tiny, name, device, *, context=37, page_size=1, tokens=256, reads="dense"):
     strategy = parse(name)
     pool = Pool(
         tiny,
@@ -42,7 +42,7 @@ def step_of(tiny, name, device, *, context=37, concurrency=3, page_size=1, token
         append=kernels.mover("append", device),
     )
     synthetic.fill(pool, seed=3)
-    return DecodeStep(strategy, pool, pool.batch(concurrency, context), heads=8)
+    return DecodeStep(strategy, pool, pool.batch(3, context), heads=8, reads=reads)
 
 
 VARIANTS = ["shadow(layers=1)", "shadow(layers=0)", "shadow(mirror=original)"]

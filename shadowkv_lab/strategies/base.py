@@ -9,6 +9,8 @@ Bytes per layer and step, P pool slots, L live tokens, R new tokens, for rows of
 | shadow | 1728 | 1152 L + 1728 R |
 | gather_cast | 576, and scratch (1152 L) | 2880 L + 576 R |
 | native_fp8, fused_fp8 | 576 | 576 L + 576 R |
+| hot_set(rows=n) | 576, and 1152 (n + 1) a layer | 1152 L + 1728 R |
+| shared_shadow | 576, and scratch (1152 L) | 2880 L + 576 R; casts a shared row once |
 
 With DSA, L are the rows that a layer chooses. A layer that has an index moves for it 132 (L + R) +
 4 L bytes (keys read and written, scores written) and, for the choice, 4 L + 4 A, where L are the
