@@ -193,6 +193,7 @@ def _phase(
 
 
 NOTHING = calibrated("moves nothing")
+PUBLISHED_INDEX = 32, 2048  # index heads and top-k of GLM-5's DSA modules
 
 
 def _index(
@@ -221,6 +222,8 @@ def _index(
     if more:
         said += f", and the growth of scores and top-k from {INDEX_FROM:,} tokens on, published: "
         said += f"{grown.provenance.how}, less the scores' bytes"
+    if (setting.model.index_heads, setting.model.index_topk) != PUBLISHED_INDEX:
+        said += "; published of GLM-5's 32 index heads and top-k 2,048"
     low, high = fitted.range_of(grown.basis)
     known = replace(grown.provenance + assumed("its launch"), how=said)
     top_k = Phase("top_k", beside(1.0), top_k_bytes, None, known, beside(low), beside(high))

@@ -77,6 +77,8 @@ def test_provenance_says_what_was_published_and_what_was_not():
     assert str(inside["top_k"].provenance) == str(inside["index"].provenance) == "assumed"
     said = inside["top_k"].provenance.how
     assert "2,049" in said and "on h200, a published table" in said and "beyond" not in said
+    other = predict_at("bf16_pool", at(1, 65_537, model=load_model("deepseek-v3.2")), "h200")
+    assert "32 index heads" in other["top_k"].provenance.how and "32 index heads" not in said
     for card, n in (("h200", 900_000), ("rtx-pro-6000-server", 65_537), ("h20", 65_537)):
         step = predict_at("bf16_pool", at(1, n, model=load_model("glm-5.2")), card)
         assert str(step["top_k"].provenance) == "assumed", card
