@@ -271,7 +271,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             )
     for s in measured:
         on_a_gpu = replayed.get((s.strategy.label, s.setting, s.card))
-        if s.mode == "eager" and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
+        dense = s.setting.load.reads == "dense"  # an index has launches of its own
+        if s.mode == "eager" and dense and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
             key, load = Key("host", s.strategy.label, "", s.card, 0), s.setting.load
             ms, each = s.ms / s.setting.model.layers, load.live_tokens / load.new_tokens
             point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)

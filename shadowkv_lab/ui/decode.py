@@ -165,14 +165,15 @@ def memory_kept(frame: pd.DataFrame) -> go.Figure:
 
 
 def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
-    """The newest recorded steps of a model at a head count. Raises `NoAnswer`."""
+    """The newest recorded steps of a model at a head count, dense ones. Raises `NoAnswer`."""
     return _recorded(facts.stamps("runs", "*.jsonl"), model, heads, mode)
 
 
 @lru_cache(maxsize=16)
 def _recorded(stamps: tuple, model: str, heads: int, mode: str) -> pd.DataFrame:
     """`recorded`, made again when a file of `stamps` has changed; a slider asks at each step."""
-    seen = [s for s in steps.recorded() if s.mode == mode]
+    dense = (s for s in steps.recorded() if s.setting.load.reads == "dense")
+    seen = [s for s in dense if s.mode == mode]
     newest = {}
     for s in sorted(seen, key=lambda s: s.origin.date):
         if s.setting.model.name == model and s.setting.heads == heads:

@@ -16,6 +16,7 @@ from shadowkv_lab.server.launch import launch_line
 from shadowkv_lab.steps import evidence, held_out
 from shadowkv_lab.steps.answer import anchored, answer, answers
 from shadowkv_lab.steps.predict import predict, predict_at, resized
+from shadowkv_lab.steps.step import recorded
 from shadowkv_lab.strategies import parse
 
 GLM = load_model("glm-5")
@@ -158,3 +159,21 @@ def test_several_new_tokens_choose_rows_of_their_own():
         predict_at("fused_fp8", replace(at(1, 1), load=load), "h200") for load in (one, three)
     )
     assert many["attention"].bytes == 3 * few["attention"].bytes
+
+
+def test_a_recorded_dsa_step_is_evidence_of_the_rows_that_it_read():
+    """Attention at 2,048 rows per request and page size 1. Its index is in no table yet, and its
+    eager launches are not a dense step's."""
+    seen = predict_at("bf16_pool", at(4, 65_536), "h200")
+    origin = recorded()[0].origin
+    phases = tuple(replace(p, curve=p.curve and f"own_{p.name}") for p in seen.phases)
+    graph = replace(seen, phases=phases, origin=origin)
+    eager = replace(graph, mode="eager", ms=2 * seen.ms)
+    points = evidence.of_steps([graph, eager])
+    assert {p.key.phase for p in points} == {"attention", "write"}
+    (attention,) = [p for p in points if p.key.phase == "attention"]
+    assert (attention.requests, attention.size, attention.key.page_size) == (4, 2048, 1)
+    assert attention.bytes == 4 * 2048 * 1152
+    dense = predict_at("bf16_pool", at(4, 65_536, reads="dense"), "h200")
+    dense = [replace(dense, origin=origin), replace(dense, origin=origin, mode="eager", ms=99.0)]
+    assert "host" in {p.key.phase for p in evidence.of_steps(dense)}
