@@ -13,6 +13,9 @@ from shadowkv_lab.errors import DoesNotFit, WrongResult
 from shadowkv_lab.load import Load, make_batch
 from shadowkv_lab.model import load_model
 from shadowkv_lab.pool import Pool
+from shadowkv_lab.serving.contenders import contenders, engine
+from shadowkv_lab.serving.simulate import simulate
+from shadowkv_lab.serving.traffic import closed_loop, fixed
 from shadowkv_lab.sources import synthetic
 from shadowkv_lab.steps import measure
 from shadowkv_lab.steps.answer import anchored, answer
@@ -298,3 +301,13 @@ def test_capacity_and_time():
     with pytest.raises(DoesNotFit, match="140,000 live rows"):
         predict_at("hot_set", at("glm-5", 400_000, 1, 140_000), "h200")
     assert parse("shared_shadow(layers=9)").fixed_bytes(glm) == 9 * 131_073 * 1152
+
+
+def test_a_server_runs_as_many_tokens_as_its_hot_rows():
+    """In the simulation the hot rows are its pool: at most 32 of 64 requests run at once."""
+    named = ["hot_set", "gather_cast"]
+    hot, gather = contenders(published_deployment(), named)
+    assert (hot.capacity_tokens, gather.capacity_tokens) == (131_072, 495_616)
+    traffic = closed_loop(64, 64, fixed(4000, 2000))
+    most = [max(simulate(engine(c), traffic).log.running) for c in (hot, gather)]
+    assert 131_072 // 6000 <= most[0] <= 131_072 // 4000 and most[1] == 64
