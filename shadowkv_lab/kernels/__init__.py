@@ -81,7 +81,7 @@ def mover(name: str, device: torch.device) -> Callable:
     return getattr(_triton("append" if name == "append" else "widen", device), name)
 
 
-def index_scores(device: torch.device) -> Callable:
+def scorer(device: torch.device) -> Callable:
     """What scores a DSA index's keys on a device: our Triton kernel, or torch."""
     if triton_problem(device):
         return index.scores

@@ -72,7 +72,7 @@ class Index:
         """Write the new tokens' keys, then score every live token."""
         i, pages = self.place[layer], self.kept[layer]
         index.write(pages, self.batch.new_slots, self.keys[i])
-        scores = kernels.index_scores(pages.device)
+        scores = kernels.scorer(pages.device)
         scores(self.q[i], self.weights[i], pages, self.batch, self.scores)
 
     def choose(self) -> None:
