@@ -246,7 +246,7 @@ def test_what_writes_past_the_pool_is_found():
     pool = pool_of()
     hot = hot_rows(pool, 20)
     hot.hold(torch.arange(5, 15))
-    pool.followers.clear()  # a write path that tells nobody
+    pool.followers.clear()  # a write path that skips them
     pool.write_unchecked(0, torch.tensor([7]), some_rows(1, 3))
     with pytest.raises(WrongResult, match="Layer 0, slot 7"):
         hot.check()

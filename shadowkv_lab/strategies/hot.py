@@ -17,7 +17,7 @@ class HotRows:
 
     `buffers[layer]` [rows + 1, row] (BF16) are the copies; row 0 is a dummy, as slot 0 is. All
     layers hold the same slots in the same rows. A slot that two requests share has one row. A row
-    whose slot nobody holds any more stays until its place is needed, so a prefix that is used again
+    whose slot is no longer held stays until its place is needed, so a prefix that is used again
     and a request that comes back to its slots find it. Where the rows are full, the least recently
     asked for go. The pool tells it of every write (`Pool.followers`).
     """
