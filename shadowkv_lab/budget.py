@@ -1,7 +1,7 @@
 """Where a GPU's memory goes, term by term, and how many tokens each strategy can then keep."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -158,7 +158,11 @@ def _capacity(
     pages = -(-int(load.context) // at.page_size) * at.page_size
     share = at.share(load)
     live = min(share.concurrency, tokens // pages) * share.context
-    scratch = strategy.scratch_bytes(at.model, rows, int(live)) / GIB if strategy else 0.0
+    scratch = 0.0
+    if strategy:
+        # Whole requests, or a part of one where not even one fits; at most what they choose.
+        read = at.model.read_tokens(replace(share, concurrency=1)) / share.context
+        scratch = strategy.scratch_bytes(at.model, rows, int(live * read)) / GIB
     left = memory.left_gib
     return Capacity(
         tag,

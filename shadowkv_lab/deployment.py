@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shadowkv_lab import facts, machine
-from shadowkv_lab.errors import DoesNotFit, NoAnswer, OutOfRange, UnknownName
+from shadowkv_lab.errors import CannotRun, DoesNotFit, NoAnswer, OutOfRange, UnknownName
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
@@ -71,6 +71,11 @@ class Setting:
     page_size: int = 1
     order: str = "random"
     rows: str = "synthetic"
+
+    @property
+    def read_tokens(self) -> float:
+        """Rows that one layer's attention reads: `Model.read_tokens` of the load."""
+        return self.model.read_tokens(self.load)
 
     def __str__(self) -> str:
         return f"{self.model.name}, pool {self.pool_tokens:,}, {self.load}"
@@ -297,7 +302,16 @@ class Deployment:
         return self.tokens(strategy) // pages * self.data_parallel
 
     def share(self, load: Load) -> Load:
-        """The part of a load that one GPU attends to: its DP rank's requests, its DCP rows."""
+        """The part of a load that one GPU attends to: its DP rank's requests, its DCP rows.
+
+        Raises `CannotRun` for DSA under DCP: how many chosen rows lie on each GPU is not known.
+        """
+        if load.reads == "dsa" and self.decode_context_parallel > 1:
+            raise CannotRun(
+                f"DSA over {self.decode_context_parallel} DCP ranks: how many of the chosen rows "
+                "lie on each GPU is not known",
+                remedy='decode_context_parallel=1, or reads="dense"',
+            )
         context = load.context / self.decode_context_parallel
         return replace(
             load,

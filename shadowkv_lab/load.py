@@ -5,6 +5,10 @@ from itertools import accumulate
 
 import torch
 
+from shadowkv_lab.errors import UnknownName
+
+READS = ("dense", "dsa")
+
 
 @dataclass(frozen=True)
 class Load:
@@ -12,11 +16,18 @@ class Load:
 
     `context` is the live tokens of each request, this step's included (an average where requests
     differ). A step writes `tokens_per_step` new rows per request: 1, more with MTP.
+    `reads` says which rows attention reads: "dense", all live ones, or "dsa", those that the
+    model's sparse-attention index chooses. Raises `UnknownName` for any other.
     """
 
     concurrency: int = 1
     context: int | float = 1024
     tokens_per_step: int = 1
+    reads: str = "dense"
+
+    def __post_init__(self):
+        if self.reads not in READS:
+            raise UnknownName("way to read", self.reads, READS)
 
     @property
     def live_tokens(self) -> float:
@@ -29,7 +40,8 @@ class Load:
         return self.concurrency * self.tokens_per_step
 
     def __str__(self) -> str:
-        return f"{self.concurrency} x {self.context:,.0f}"
+        how = ", DSA" if self.reads == "dsa" else ""
+        return f"{self.concurrency} x {self.context:,.0f}{how}"
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shadowkv_lab import facts
-from shadowkv_lab.errors import BadFile, NoAnswer, OutOfRange, UnknownName
+from shadowkv_lab.errors import BadFile, CannotRun, NoAnswer, OutOfRange, UnknownName
 from shadowkv_lab.files import read_json
+from shadowkv_lab.load import Load
 from shadowkv_lab.provenance import Source
 
 SCALE_GROUP = 128  # latent values that share one fp32 scale in a packed fp8_ds_mla row
@@ -61,6 +62,7 @@ class Model:
     intermediate_size: int = field(default=0, compare=False)
     vocab_size: int = field(default=0, compare=False)
     index_heads: int = field(default=0, compare=False)
+    index_topk: int = field(default=0, compare=False)
     decoder_layers: int = field(default=0, compare=False)
     index_at: tuple[int, ...] = field(default=(), compare=False, repr=False)
     architecture: str = field(default="", compare=False)
@@ -81,6 +83,36 @@ class Model:
     def dsa(self) -> bool:
         """Whether the model has a sparse-attention index (DSA)."""
         return self.index_head_dim > 0
+
+    @property
+    def choosing(self) -> tuple[int, ...]:
+        """The layers that choose rows by their own index; the others read what the last one chose.
+
+        Raises `CannotRun` for a model that cannot choose: one without an index, whose first layer
+        has none, or whose keys stand for several tokens each.
+        """
+        found = tuple(layer for layer in self.index_at if layer < self.layers)
+        if not self.index_topk or not self.index_heads or self.index_tokens > 1 or 0 not in found:
+            why = "has no sparse-attention index (DSA)"
+            if self.index_topk and self.index_tokens > 1:
+                why = (
+                    f"keeps an index key for {self.index_tokens} tokens: how it chooses is unknown"
+                )
+            raise CannotRun(
+                f"{self.name} {why}",
+                "models with a key for every token, such as glm-5, glm-5.2 and deepseek-v3.2",
+                'Read all live rows: reads="dense"',
+            )
+        return found
+
+    def read_tokens(self, load: Load) -> float:
+        """Rows that one layer's attention reads in a step: the live ones, or those it chooses.
+
+        With DSA each new token has a choice of its own. Raises `CannotRun` as `choosing` does.
+        """
+        if load.reads == "dense":
+            return load.live_tokens
+        return load.new_tokens * min(self.index_topk, load.context) if self.choosing else 0
 
     def parameters(self) -> dict[str, int]:
         """Weights by what an engine does with them, all layers, without the MTP layer.
@@ -258,6 +290,7 @@ EXTRAS = {
     "mtp_layers": ("num_nextn_predict_layers",),
     "index_head_dim": ("index_head_dim",),
     "index_heads": ("index_n_heads",),
+    "index_topk": ("index_topk",),
     "experts": ("n_routed_experts", "num_experts", "num_local_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk"),
     "shared_experts": ("n_shared_experts", "num_shared_experts"),

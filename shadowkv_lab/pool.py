@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import RLock
+from typing import Protocol
 
 import torch
 
@@ -101,6 +102,16 @@ class SlotAllocator:
             )
 
 
+class Follower(Protocol):
+    """A partial shadow of a pool."""
+
+    def follow(self, layer: int, slots: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Slots of a layer were written: BF16 `rows`, or whatever lies there now; no sync."""
+
+    def check(self) -> None:
+        """Raise `WrongResult` where it is stale."""
+
+
 KEPT = ("fp8",), ("bf16",), ("fp8", "bf16")  # what a layer may keep
 
 
@@ -152,10 +163,18 @@ class Pool:
         self.fp8 = [buffer("fp8" in kinds, FP8) for kinds in storage]
         self.bf16 = [buffer("bf16" in kinds, torch.bfloat16) for kinds in storage]
         self.counters = torch.zeros(2, dtype=torch.int32, device=self.device)
+        # Partial shadows, which are told of every write, and the buffers of strategies beside it.
+        self.followers: dict[str, Follower] = {}
+        self.beside: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
 
     @property
     def layers(self) -> int:
         return len(self.fp8)
+
+    @property
+    def locked(self) -> RLock:
+        """To hold while a follower changes what it holds: one thread writes at a time."""
+        return self._lock
 
     @property
     def kept_bytes(self) -> int:
@@ -208,6 +227,9 @@ class Pool:
                 for buffer in (*self.fp8, *self.bf16):
                     if buffer is not None:  # gathered first: overlap is safe
                         bits(buffer)[target] = bits(buffer)[source]
+                for follower in self.followers.values():
+                    for layer in range(self.layers):
+                        follower.follow(layer, target)
 
     def save(self, slots: torch.Tensor) -> SavedRows:
         """A CPU copy of the rows of `slots`, FP8 where a layer keeps FP8."""
@@ -237,6 +259,8 @@ class Pool:
         slots, rows = slots.long().contiguous(), rows.detach().contiguous()
         with self._lock, self._mended([layer], slots):
             self.append(rows, slots, self.fp8[layer], self.bf16[layer], self.counters, exact)
+            for follower in self.followers.values():
+                follower.follow(layer, slots, rows)
 
     @contextmanager
     def _mended(self, layers: Iterable[int], slots: torch.Tensor):
@@ -248,6 +272,9 @@ class Pool:
                 for fp8, bf16 in ((self.fp8[layer], self.bf16[layer]) for layer in layers):
                     if fp8 is not None and bf16 is not None:
                         bf16[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
+                for follower in self.followers.values():
+                    for layer in layers:
+                        follower.follow(layer, slots)
             raise
 
     def _check_targets(self, slots: torch.Tensor, action: str) -> None:
@@ -284,8 +311,11 @@ class Pool:
     def check_integrity(self) -> None:
         """Prove shadow == bf16(fp8) row by row; raises `WrongResult` with the first slot off.
 
+        So for partial shadows: each follower checks itself.
         A pool whose mirror is "original" holds either that or a row whose FP8 is the FP8 row.
         """
+        for follower in self.followers.values():
+            follower.check()
         for layer, (fp8, bf16) in enumerate(zip(self.fp8, self.bf16, strict=True)):
             if fp8 is None or bf16 is None:
                 continue

@@ -25,6 +25,7 @@ console = Console(width=None if sys.stdout.isatty() else 120, markup=False, high
 
 Model = Annotated[str, typer.Option(help="A model of data/models, or the path of a config.json.")]
 Device = Annotated[str | None, typer.Option(help="cuda:0, cpu, ...; the freest GPU if left out.")]
+Reads = Annotated[str, typer.Option(help="dense, or dsa: the rows that the model's index chooses.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines instead of a table.")]
 
 

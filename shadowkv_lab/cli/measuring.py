@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shadowkv_lab.cli import AsJson, Device, Model, app, console, integers, progress, show
+from shadowkv_lab.cli import AsJson, Device, Model, Reads, app, console, integers, progress, show
 from shadowkv_lab.errors import whole
 
 MOST = 1 << 20  # heads, or tokens of a page
@@ -80,6 +80,7 @@ def measure(
     ] = "auto",
     page_size: int = 1,
     order: Annotated[str, typer.Option(help="Slot order: random or contiguous.")] = "random",
+    reads: Reads = "dense",
     modes: Annotated[str, typer.Option(help="On a GPU: graph,eager.")] = "graph,eager",
     pool_file: Annotated[Path | None, typer.Option(help="Rows from a pool file.")] = None,
     seed: int = 0,
@@ -107,6 +108,7 @@ def measure(
         order=order,
         seed=seed,
         modes=tuple(mode.strip() for mode in modes.split(",")),
+        reads=reads,
     )
     if pool_file:
         from shadowkv_lab.sources import poolfile
@@ -133,6 +135,7 @@ def measure(
         row["load"] = f"{row['concurrency']} x {row['context']:,}"
     console.print(f"{shape.name}, {bench.heads} heads, on {runs[0].origin.device}: measured")
     columns = "strategy mode pool_tokens load step_ms step_spread_ms cast_ms attention_ms write_ms"
+    columns += " index_ms top_k_ms" if reads == "dsa" else ""
     show(rows, f"{columns} residual_ms kept_gib error".split())
     if disturbed := [run.strategy.label for run in runs if run.noisy]:
         console.print(f"noisy: {', '.join(disturbed)}: {NOISY}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shadowkv_lab.cli import AsJson, Device, Model, app, console, progress, show
+from shadowkv_lab.cli import AsJson, Device, Model, Reads, app, console, progress, show
 
 Gpu = Annotated[str, typer.Option(help="A card of data/gpus.")]
 REPORT_CARD = "rtx-pro-6000-server"
@@ -134,17 +134,19 @@ def predict(
     concurrency: int = 1,
     context: int = 1024,
     heads: Annotated[int | None, typer.Option(help="Query heads per GPU (default: TP 8).")] = None,
+    reads: Reads = "dense",
     as_json: AsJson = False,
 ) -> None:
     """Predict each strategy's step on a card, with the provenance of every phase."""
     from shadowkv_lab.steps.predict import at, predict_all
 
     rows = []
-    for found in predict_all(at(model, pool_tokens, concurrency, context, heads), gpu):
+    setting = at(model, pool_tokens, concurrency, context, heads, reads)
+    for found in predict_all(setting, gpu):
         phases = {f"{p.name}_ms": p.ms for p in found.phases}
         rows.append(
             {
-                "strategy": found.strategy.label,
+                "strategy": found.strategy.label if reads == "dense" else found.strategy.title,
                 "step_ms": found.ms,
                 **phases,
                 "provenance": str(found.provenance),

@@ -13,7 +13,7 @@ import torch
 
 from shadowkv_lab import rules
 from shadowkv_lab.errors import CannotRun, UnknownName
-from shadowkv_lab.kernels import reference
+from shadowkv_lab.kernels import index, reference
 from shadowkv_lab.load import Batch
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import Model
@@ -79,6 +79,13 @@ def mover(name: str, device: torch.device) -> Callable:
     if triton_problem(device):
         return getattr(reference, name)
     return getattr(_triton("append" if name == "append" else "widen", device), name)
+
+
+def scorer(device: torch.device) -> Callable:
+    """What scores a DSA index's keys on a device: our Triton kernel, or torch."""
+    if triton_problem(device):
+        return index.scores
+    return _triton("index_scores", device).scores
 
 
 def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from shadowkv_lab.deployment import LAYOUTS, Deployment
 from shadowkv_lab.errors import CannotRun
+from shadowkv_lab.load import Load
 from shadowkv_lab.server.plugin import STRATEGIES as PLUGGED
 from shadowkv_lab.strategies import Strategy, parse
 
@@ -12,16 +13,16 @@ def launch_line(
     strategy: "Strategy | str",
     deployment: Deployment,
     max_total_tokens: int | None = None,
-    tokens_per_step: int = 1,
+    load: Load | None = None,
 ) -> str:
     """The command for SGLang, with the plug-in's variables where the strategy needs it.
 
-    `max_total_tokens` caps the pool; more than one token per step is drafted by the model's MTP
-    layer. Raises `CannotRun` with the reason where there is no such
-    server.
+    `max_total_tokens` caps the pool. Of a load counts how it reads, and its tokens per step: more
+    than one is drafted by the model's MTP layer. Raises `CannotRun` with the reason where there is
+    no such server.
     """
     strategy = parse(strategy)
-    if why := no_line(strategy, deployment):
+    if why := no_line(strategy, deployment, load):
         raise CannotRun(f"No server with {strategy.tag.title}: {why}")
     dtype = "bfloat16" if strategy.kinds == ("bf16",) else deployment.layout
     flags = [f"--model-path {deployment.checkpoint.name}", f"--tp {deployment.tensor_parallel}"]
@@ -38,7 +39,7 @@ def launch_line(
         max_total_tokens = deployment.rows(strategy)  # SGLang sizes its pool without the copy
     if max_total_tokens:
         flags += [f"--max-total-tokens {max_total_tokens}"]
-    if tokens_per_step > 1:
+    if (tokens_per_step := load.tokens_per_step if load else 1) > 1:
         flags += [f"--speculative-algorithm EAGLE --speculative-num-steps {tokens_per_step - 1}"]
         flags += [f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens_per_step}"]
     variables = ""
@@ -49,8 +50,12 @@ def launch_line(
     return f"{variables}python -m sglang.launch_server {' '.join(flags)}"
 
 
-def no_line(strategy: Strategy, deployment: Deployment) -> str:
+def no_line(strategy: Strategy, deployment: Deployment, load: Load | None = None) -> str:
     """Why no server can be launched with a strategy there; "" where one can."""
+    if load and load.reads == "dsa":
+        if strategy.casts_pool:
+            return "SGLang casts in its dense backends, and none of them reads chosen rows"
+        return "the lab's lines and its plug-in are for dense reads"
     if deployment.engine != "sglang":
         return "the lab knows SGLang's flags only"
     if strategy.name not in (*PLAIN, *PLUGGED):

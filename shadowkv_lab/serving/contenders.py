@@ -81,6 +81,9 @@ def _contender(strategy: Strategy, deployment: Deployment, rest: Rest) -> Conten
     if not rows:
         raise DoesNotFit(f"{strategy.label} keeps not one token", "a larger KV cache")
     tokens = deployment.tokens(strategy) * deployment.data_parallel
+    if strategy.live_rows is not None:  # taken as its pool: what waits outside them is not told
+        rows = min(rows, strategy.live_rows)
+        tokens = min(tokens, rows * deployment.data_parallel)
     most, step = deployment.model.max_positions, _steps(strategy, deployment, rows, fit())
 
     def knots(running: int) -> list[float]:

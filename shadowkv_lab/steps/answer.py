@@ -1,7 +1,7 @@
 """Answers: a deployment x a load x each strategy gives what fits, the step, TPOT and tok/s."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shadowkv_lab import facts
 from shadowkv_lab.deployment import Deployment, published_deployment
@@ -15,6 +15,7 @@ from shadowkv_lab.steps.rest import Rest, rest_of
 from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import STRATEGIES, Label, Strategy, parse
 
+HYPOTHETICAL = "hypothetical: SGLang casts in its dense backends, and none reads chosen rows"
 # Published whole steps of one stream: what is left beside the strategy's own is a rest.
 ANCHORS = {
     "glm5-report": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
@@ -92,8 +93,11 @@ def answer(
     """
     strategy = parse(strategy)
     verdict = can_run(strategy, deployment)
+    tag, untried = strategy.tag_at(load), verdict.untried
     if not verdict:
-        return Answer(strategy.tag, reason=verdict.reason)
+        return Answer(tag, reason=verdict.reason)
+    if load.reads == "dsa" and strategy.casts_pool:
+        untried = "; ".join(filter(None, (HYPOTHETICAL, untried)))
     page = deployment.page_size
     rows = deployment.rows(strategy)
     if pool_tokens is not None:
@@ -104,18 +108,21 @@ def answer(
         rows = min(rows, -(-int(share.context) // page) * page * share.concurrency)
     tokens = rows * deployment.decode_context_parallel
     requests = tokens // each * deployment.data_parallel
-    running = min(load.concurrency, requests)
+    running, held = min(load.concurrency, requests), tokens
+    if (most := strategy.live_rows) is not None:  # the others wait, their rows in the pool
+        held = min(tokens, most)
+        running = min(running, most // int(load.context) * deployment.data_parallel)
     if not running:
-        why = f"its {tokens:,} tokens do not hold one request of {int(load.context):,}"
-        return Answer(strategy.tag, tokens, reason=why, untried=verdict.untried, cut=cut)
-    at_once = Load(running, load.context, load.tokens_per_step)
+        why = f"its {held:,} tokens do not hold one request of {int(load.context):,}"
+        return Answer(tag, tokens, reason=why, untried=untried, cut=cut)
+    at_once = replace(load, concurrency=running)
     step = predict(strategy, deployment, at_once, pool_tokens=rows)
     in_step = running * load.tokens_per_step
     rest_ms, whole_ms = rest(in_step), rest(in_step) + step.ms
     (low, high), (rest_low, rest_high) = step.range_ms, rest.range_ms(in_step)
     produced = 1000 * running * accepted
     return Answer(
-        strategy.tag,
+        tag,
         tokens,
         requests,
         running,
@@ -126,7 +133,7 @@ def answer(
         produced / (high + rest_high),
         produced / (low + rest_low),
         step.provenance + rest.provenance,
-        untried=verdict.untried,
+        untried=untried,
         cut=cut,
         accepted=accepted,
     )

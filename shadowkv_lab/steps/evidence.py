@@ -28,6 +28,8 @@ from shadowkv_lab.steps.step import Step
 
 LAUNCH_MS = 0.011  # of one layer's attention; fitted to the published tables, see `held_out`
 REACH = 0.88  # share of the datasheet's bandwidth that plain reads reach; fitted likewise
+CHOICE_MS, CHOICE_MS_PER_TOKEN = 0.0019, 0.43e-6  # of an index; fitted to the published DSA rows
+INDEX_FROM = 2049  # the shortest published context at which an index chooses
 WITH_WRITE = {"flash_attention", "trtllm_mla", "triton", "trtllm_default"}  # the published ones
 REQUESTS, SIZES = 2.0 ** np.arange(11), 2.0 ** np.arange(7, 21)  # of a table as a formula
 HOST_BOUND = 1.2  # an eager step this much longer than its replay waits for the host
@@ -183,7 +185,10 @@ def _lines(cells: dict) -> dict:
 
 
 def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
-    """`launch + passes x bytes / (reach x bandwidth)` of a key's card, in ms of one layer."""
+    """`launch + passes x bytes / (reach x bandwidth)` of a key's card, in ms of one layer.
+
+    Of an index, whose times are growth: `choice + tokens of a request + bytes`.
+    """
     gb_per_s = bandwidth(key.card) * REACH
     passes = passes_of(key)
     launch = LAUNCH_MS if key.phase == "attention" else LAUNCH_MS / 2
@@ -191,7 +196,11 @@ def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
     def base(requests: float, size: float) -> float:
         return launch + passes * requests * size * bytes_per_size / gb_per_s / 1e6
 
-    return base
+    def index(requests: float, more: float) -> float:
+        """Its top-k takes each request alone, so the longest one's tokens count, not all bytes."""
+        return CHOICE_MS + CHOICE_MS_PER_TOKEN * more + base(requests, more) - launch
+
+    return index if key.phase == "index" else base
 
 
 def passes_of(key: Key) -> int:
@@ -229,9 +238,10 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             continue
         replayed[(s.strategy.label, s.setting, s.card)] = s.ms
         layers, R = s.setting.model.layers, s.setting.load.new_tokens
+        read = s.setting.read_tokens
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
-        full = s.setting.load.live_tokens >= s.setting.pool_tokens
+        full = read >= s.setting.pool_tokens
         for p in s.phases:
             if p.curve is None or p.ms <= 0:
                 continue
@@ -242,7 +252,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 reads_of(p.curve) if attention else "",
                 s.card,
                 s.setting.heads if attention else 0,
-                s.setting.page_size if attention else 0,
+                (1 if s.setting.load.reads == "dsa" else s.setting.page_size) if attention else 0,
                 # Scratch of the live rows alone, and not of a whole pool, is read row by row.
                 bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
             )
@@ -251,7 +261,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 Point(
                     key,
                     R if attention else 1,
-                    s.setting.load.live_tokens / R if attention else p.bytes / layers,
+                    read / R if attention else p.bytes / layers,
                     p.bytes / layers,
                     ms / layers,
                     Kind.RECORDED,
@@ -261,7 +271,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             )
     for s in measured:
         on_a_gpu = replayed.get((s.strategy.label, s.setting, s.card))
-        if s.mode == "eager" and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
+        dense = s.setting.load.reads == "dense"  # an index has launches of its own
+        if s.mode == "eager" and dense and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
             key, load = Key("host", s.strategy.label, "", s.card, 0), s.setting.load
             ms, each = s.ms / s.setting.model.layers, load.live_tokens / load.new_tokens
             point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)
@@ -331,6 +342,30 @@ def published() -> list[Point]:
     for card in report["gpu"]:
         key, taken = Key("cast", "full_cast", "", card, 0), report["cast_ms"] / model.layers
         found.append(Point(key, 1, moved, moved, taken, Kind.PUBLISHED))
+    return found
+
+
+def index_growth() -> list[Point]:
+    """How much longer a DSA module takes at a context than at `INDEX_FROM` tokens: published.
+
+    Attention reads `index_topk` rows at both, so scores and top-k alone have grown. They do not
+    depend on the heads of the GPU nor on the pool's dtype: a point is the median over those. Its
+    `size` are the tokens of a request beyond `INDEX_FROM`.
+    """
+    rows = defaultdict(dict)
+    path = facts.path("published", "tables", "dsa_decode_module.csv")
+    with open(path, encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            cell = row["gpu"], int(row["requests"]), int(row["context"])
+            rows[cell][(row["heads"], row["kv_dtype"])] = float(row["us"]) / 1000
+    found, row_bytes = [], load_model("glm-5").row_bytes("index")
+    for (card, R, n), ms in rows.items():
+        first = rows.get((card, R, INDEX_FROM), {})
+        if n <= INDEX_FROM or not (alike := ms.keys() & first.keys()):
+            continue
+        grown, more = median(ms[a] - first[a] for a in alike), n - INDEX_FROM
+        key = Key("index", "sglang_dsa_indexer", "", card, 0)
+        found.append(Point(key, R, more, R * more * row_bytes, grown, Kind.PUBLISHED))
     return found
 
 

@@ -129,6 +129,40 @@ class Fit:
         how = f"{words.format(lender.kernel)}{lender.kernel} on {lender.card}, {_scaled(lender)}"
         return Answer(max(ms, floor), kernel, basis, assumed(how))
 
+    def index(self, card: str, requests: float, more: float, moved_bytes: float) -> Answer:
+        """By how much scores and top-k of one layer take longer for `more` tokens a request.
+
+        Beyond `evidence.INDEX_FROM` tokens; `moved_bytes` are those of their keys. No table tells
+        the two apart, and none holds their launches. Cards with tables take about the same time, so
+        what is lent is not scaled: it is at least what the bytes take.
+        """
+        here = _card(card, self).bandwidth_gb_per_s
+        floor = moved_bytes / (here * REACH) / 1e6
+        known = self.of("index")
+        if not known:
+            raise self._nothing("the index", card)
+
+        def far(key: Key) -> tuple:
+            ratio = evidence.bandwidth(key.card) / here
+            return key.card != card, _apart(key.card, card), abs(np.log(ratio)), key
+
+        nearest = min(known, key=far)
+        table = self.tables[nearest]
+        if more <= 0:
+            return Answer(0.0, nearest.kernel, "index", calibrated(_where(table)))
+        found, words = table(requests, more), [_where(table)]
+        if nearest.card != card:
+            words.append("not scaled")
+        if found.place != "inside":
+            words.append("beyond its contexts or requests, at the pace of its last ones")
+        kind, basis = assumed, "index beyond"
+        if nearest.card != card:
+            sibling = _apart(nearest.card, card) == 0
+            basis = "index lent" if sibling else "index lent by another generation"
+        elif found.place == "inside":
+            kind, basis = calibrated, "index"
+        return Answer(max(found.ms, floor), nearest.kernel, basis, kind(", ".join(words)))
+
     def host(self, label: str, card: str, requests: float, context: float) -> Answer:
         """What the host takes to launch one layer of a strategy eagerly."""
         known = self.of("host")
@@ -150,12 +184,12 @@ class Fit:
         if backend:
             return backend if any(k.kernel == backend for k in here) else None
         # TensorRT-LLM's kernel on SM120 does not split a request: it says nothing of others there.
-        split = _generation(card) != 12
+        split = generation(card) != 12
         counts = defaultdict(set)
         for key in here:
             if split or key.kernel != "trtllm_default":
                 counts[key.kernel].add(key.heads)
-        order = {name: i for i, name in enumerate(PREFERRED.get(_generation(card), ()))}
+        order = {name: i for i, name in enumerate(PREFERRED.get(generation(card), ()))}
 
         def rank(kernel: str) -> tuple:
             within = min(counts[kernel]) <= heads <= max(counts[kernel])
@@ -216,7 +250,7 @@ class Fit:
         if backend:
             known = [k for k in known if k.kernel == backend]
         known = [k for k in known if lends(k, card)] or known
-        passes = -(-heads // 16) if reads == "bf16" and _generation(card) == 12 else 1
+        passes = -(-heads // 16) if reads == "bf16" and generation(card) == 12 else 1
         moved = asked[0] * asked[1] * row_bytes
         floor = LAUNCH_MS + passes * moved / (target.bandwidth_gb_per_s * REACH) / 1e6
         if not known:
@@ -277,25 +311,25 @@ def lends(key: Key, card: str) -> bool:
     Off Hopper fa3 lends and not fa2: it is the nearer one to every published table there. Triton's
     many passes are SM120's alone, and so is a TensorRT-LLM kernel that does not split a request.
     """
-    if _generation(key.card) == 12:
-        return key.kernel == "triton" and _generation(card) == 12
+    if generation(key.card) == 12:
+        return key.kernel == "triton" and generation(card) == 12
     return "fa2" not in key.kernel
 
 
-def _generation(name: str) -> int | None:
+def generation(name: str) -> int | None:
     card = machine.card_of(name)
     return card.compute_capability[0] if card and card.compute_capability else None
 
 
 def _apart(lender: str, card: str) -> int:
     """0 for cards of one generation, 1 for Hopper's tables, 2 for any other."""
-    if _generation(lender) == _generation(card):
+    if generation(lender) == generation(card):
         return 0
-    return 1 if _generation(lender) == 9 else 2
+    return 1 if generation(lender) == 9 else 2
 
 
 def _rank(key: Key) -> int:
-    order = PREFERRED.get(_generation(key.card), ())
+    order = PREFERRED.get(generation(key.card), ())
     return order.index(key.kernel) if key.kernel in order else 99
 
 
@@ -351,12 +385,13 @@ def fit(measured: Sequence[Step] | None = None) -> Fit:
     if measured is None:
         stamps = [facts.stamps("runs", pattern) for pattern in ("*.jsonl", "*_kernels.json")]
         return _shipped(*stamps, facts.stamps("published/tables", "*.csv"))
-    return fit_points([*evidence.of_steps(measured), *evidence.published()], ranges())
+    beside = [*evidence.published(), *evidence.index_growth()]
+    return fit_points([*evidence.of_steps(measured), *beside], ranges())
 
 
 @cache
 def _shipped(*stamps: tuple) -> Fit:
-    return fit_points(evidence.shipped(), ranges())
+    return fit_points([*evidence.shipped(), *evidence.index_growth()], ranges())
 
 
 def ranges() -> dict[str, tuple[float, float]]:

@@ -16,10 +16,13 @@ from shadowkv_lab import facts, files
 from shadowkv_lab.errors import NoAnswer
 from shadowkv_lab.steps import evidence
 from shadowkv_lab.steps.evidence import Point
-from shadowkv_lab.steps.fit import Answer, Fit, fit_points
+from shadowkv_lab.steps.fit import Answer, Fit, fit_points, generation
 
 LONG = 32_768  # contexts from here on are left out together
 COVERED = 0.8  # share of times that a range is to hold
+
+
+BY_LOAD = ("attention", "index")  # phases whose size is a request's tokens, not bytes
 
 
 class Group(NamedTuple):
@@ -31,7 +34,10 @@ class Group(NamedTuple):
 
 
 def groups(points: Sequence[Point]) -> Iterator[Group]:
-    """Every card, head count per card, request count, the longest contexts, a quarter of cells."""
+    """Every card, head count per card, request count, the longest contexts, a quarter of cells.
+
+    Of an index also every generation: off Hopper and Blackwell it is always lent by another.
+    """
     attention = [p for p in points if p.key.phase == "attention"]
 
     def where(**wanted) -> Callable[[Point], bool]:
@@ -44,22 +50,26 @@ def groups(points: Sequence[Point]) -> Iterator[Group]:
         yield Group("card", card, where(card=card))
     for card, heads in sorted({(p.key.card, p.key.heads) for p in attention}):
         yield Group("heads", f"{heads} on {card}", where(card=card, heads=heads))
-    for R in sorted({p.requests for p in attention}):
-        yield Group("requests", f"{R}", where(requests=R, phase="attention"))
+    for phase in BY_LOAD:
+        for R in sorted({p.requests for p in points if p.key.phase == phase}):
+            yield Group("requests", f"{R}", where(requests=R, phase=phase))
+    index = [p.key.card for p in points if p.key.phase == "index"]
+    for major in sorted({generation(card) for card in index}):
+        yield Group("generation", f"SM{major}0", lambda p, m=major: generation(p.key.card) == m)
     yield Group("context", f"{LONG:,} and more", _long)
     for turn in range(4):
         yield Group("cells", f"quarter {turn + 1}", _quarter(turn))
 
 
 def _long(p: Point) -> bool:
-    return p.size >= (LONG if p.key.phase == "attention" else 1728 * LONG)
+    return p.size >= (LONG if p.key.phase in BY_LOAD else 1728 * LONG)
 
 
 def _quarter(turn: int) -> Callable[[Point], bool]:
     """One in four cells: no two of them are neighbours in a table of powers of two."""
 
     def holds(p: Point) -> bool:
-        size = round(np.log2(p.size)) if p.key.phase == "attention" else round(2 * np.log2(p.size))
+        size = round((1 if p.key.phase in BY_LOAD else 2) * np.log2(p.size))
         return (round(np.log2(p.requests)) % 2 + 2 * (size // 2 % 2)) == turn
 
     return holds
@@ -68,7 +78,8 @@ def _quarter(turn: int) -> Callable[[Point], bool]:
 def held_out(points: Iterable[Point] | None = None, kinds: Sequence[str] = ()) -> pd.DataFrame:
     """One row per left-out time: what was predicted without its group, beside what it was.
 
-    `points` are by default all that is shipped; `kinds` names the groups, by default all.
+    `points` are by default all that is shipped of a dense step; those of an index are
+    `evidence.index_growth()`. `kinds` names the groups, by default all.
     """
     points = list(evidence.shipped() if points is None else points)
     rows = []
@@ -124,6 +135,8 @@ def once(points: Iterable[Point]) -> Iterable[Point]:
 def predicted(p: Point, fitted: Fit) -> Answer:
     """The answer to a point's own question, by its own kernel where there is a table of it."""
     key = p.key
+    if key.phase == "index":
+        return fitted.index(key.card, p.requests, p.size, p.bytes)
     if key.phase != "attention":
         return fitted.moved(key.phase, key.kernel, key.card, p.bytes)
     here = {k.kernel for k in fitted.of("attention", key.reads, key.card)}
@@ -165,11 +178,12 @@ def summary(rows: pd.DataFrame, by: "str | list[str]" = "kind") -> pd.DataFrame:
 def record(path: "str | Path | None" = None) -> Path:
     """Leave everything out in turn, and keep each kind of prediction's range with the data."""
     rows = held_out()
+    index = held_out(evidence.index_growth())
     found = dict(
         name="errors",
         title="Errors of predictions on times that they had not seen",
         how=f"shadowkv_lab.steps.held_out: factors between which {COVERED:.0%} of the times lay",
-        ranges=ranges(rows),
+        ranges=ranges(rows) | ranges(index),
     )
     return files.write_json(path or facts.target("published", "tables", "errors.json"), found)
 

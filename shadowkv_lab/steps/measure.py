@@ -19,8 +19,8 @@ from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps import timing
 from shadowkv_lab.steps.step import Phase, Step
 from shadowkv_lab.strategies import Strategy, parse
-from shadowkv_lab.strategies.check import output_error, require_right
-from shadowkv_lab.strategies.step import PHASES, DecodeStep
+from shadowkv_lab.strategies.check import output_error, require_right, worst_error
+from shadowkv_lab.strategies.step import DecodeStep
 
 CHECKED_LAYERS = 3
 
@@ -35,6 +35,7 @@ class Bench:
 
     `heads` are query heads on this GPU. `fill` puts rows into a pool. `progress(text, done)` gets
     what is being done and the share of it that is done; `cancelled()` is asked between samples.
+    `reads` is a `Load`'s: with "dsa" attention reads the rows that the model's index chooses.
     """
 
     model: Model
@@ -48,6 +49,7 @@ class Bench:
     fill: Callable[[Pool, int], None] = synthetic.fill
     modes: tuple[str, ...] = ("graph", "eager")
     budget_s: float = 0.2
+    reads: str = "dense"
     progress: Callable[[str, float], None] = lambda text, done: None
     cancelled: Callable[[], bool] = lambda: False
 
@@ -93,6 +95,7 @@ def _cells(
         raise UnknownName("mode", unknown[0] if bench.modes else "", steps.MODES)
     whole(bench.seed, "Seed", 0, SEEDS)
     whole(bench.heads, "Heads")
+    bench.model.read_tokens(Load(reads=bench.reads))  # raises for a model without an index
     for concurrency, context in loads:
         whole(concurrency, "Concurrency")
         whole(context, "Context")
@@ -152,7 +155,8 @@ def _each(bench: Bench, cells: Sequence[tuple]) -> Iterator[Step]:
         pool = make_pool(bench, s, P)
         for concurrency, context in fitting:
             bench.progress(f"{s.label}: {P} slots, {concurrency} x {context}", done / total)
-            yield from _measure_load(bench, s, pool, Load(concurrency, context), before)
+            load = Load(concurrency, context, reads=bench.reads)
+            yield from _measure_load(bench, s, pool, load, before)
             done += 1
         pool.check_integrity()  # compares only where a layer keeps both copies
         del pool
@@ -174,6 +178,7 @@ def measure_step(
         page_size=setting.page_size,
         order=setting.order,
         modes=("graph",),
+        reads=setting.load.reads,
     )
     load = setting.load.concurrency, int(setting.load.context)
     return next(measure(bench, [parse(strategy)], [setting.pool_tokens], [load]))
@@ -196,9 +201,15 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
         kernels.check(s.reads, device, bench.backend, model, bench.heads, bench.page_size)
         if s.needs:
             kernels.require(s.needs, device)
-    L = max((c * n for c, n in loads), default=0)
-    R = max((c for c, _ in loads), default=0)
+    asked = [Load(c, n, reads=bench.reads) for c, n in loads]
+    strategy.require_rows(max((load.live_tokens for load in asked), default=0))
+    L = int(max(map(model.read_tokens, asked), default=0))
+    R = max((load.concurrency for load in asked), default=0)
     queries = model.layers * R * bench.heads * 2 * 2 * model.row
+    keys = 0
+    if bench.reads == "dsa":
+        keys = len(model.choosing) * model.row_bytes("index")
+        queries += 4 * int(max((load.live_tokens for load in asked), default=0))  # its scores
     scratch = strategy.scratch_bytes(model, 0, L)  # what does not grow with the pool
     a_token = strategy.scratch_bytes(model, 1, L) - scratch
     check_fits(
@@ -208,7 +219,7 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
         bench.page_size,
         device,
         extra_bytes=scratch + strategy.fixed_bytes(model) + queries,
-        extra_token_bytes=a_token,
+        extra_token_bytes=a_token + keys,
     )
 
 
@@ -235,7 +246,8 @@ def _measure_load(
 ) -> Iterator[Step]:
     device = bench.device
     batch = pool.batch(load.concurrency, load.context)
-    step = DecodeStep(strategy, pool, batch, bench.heads, backend=bench.backend, seed=bench.seed)
+    options = dict(backend=bench.backend, seed=bench.seed, reads=load.reads)
+    step = DecodeStep(strategy, pool, batch, bench.heads, **options)
     plan = timing.sample(
         lambda: step.plan(bench.heads), torch.device("cpu"), max_samples=3, warmup=1
     )
@@ -249,7 +261,7 @@ def _measure_load(
             error = check_output(step, fn, bench.seed)
             taken = max(0, _allocated(device) - before_bytes - step.kept_bytes)
             yield Step(
-                strategy=strategy.tag,
+                strategy=strategy.tag_at(load),
                 setting=setting,
                 card=known.name if known else machine.device_title(device),
                 phases=phases(strategy, setting, step.backend, parts),
@@ -273,15 +285,12 @@ def phases(
     strategy: Strategy, setting: Setting, backend: str, times_ms: dict[str, float]
 ) -> tuple[Phase, ...]:
     """Measured phases with their bytes, and the curves that they belong to."""
-    model, load = setting.model, setting.load
-    moves = strategy.step_moves(model, setting.pool_tokens, load.live_tokens, load.new_tokens)
     one = strategy.at(0)
-    alike = one == strategy.at(model.layers - 1)  # else a time belongs to no one kernel
+    alike = one == strategy.at(setting.model.layers - 1)  # else a time belongs to no one kernel
     curves = {"cast": one.cast_curve, "attention": backend, "write": one.write_curve}
-    sizes = dict(zip(steps.PHASES, moves, strict=True))
     return tuple(
-        Phase(name, times_ms[name], size, curves[name] if alike and size else None, measured())
-        for name, size in sizes.items()
+        Phase(name, times_ms[name], size, curves.get(name) if alike and size else None, measured())
+        for name, size in strategy.moves_at(setting).items()
         if size or times_ms[name]
     )
 
@@ -303,13 +312,13 @@ def _times(
         )
 
     if mode == "eager":
-        parts = timing.sample_phases(step.run, PHASES, bench.device, before=step.advance)
+        parts = timing.sample_phases(step.run, step.phases, bench.device, before=step.advance)
         return sample(step.step), step.step, _named(parts)
 
     def graph(*names: str) -> Callable[[], None]:
         return timing.capture(lambda: step.run(*names), bench.device)
 
-    parts = {"write": sample(graph("write")).median_ms, "cast": 0.0}
+    parts = {name: sample(graph(name)).median_ms for name in step.phases[:-2]} | {"cast": 0.0}
     if step.scratch:
         # Attention reads scratch that the cast has just written, so it is timed behind the cast
         # and the cast taken off: alone, every layer would find the last one's rows in L2.
@@ -317,7 +326,7 @@ def _times(
         parts["attend"] = max(0.0, sample(graph("cast", "attend")).median_ms - parts["cast"])
     else:
         parts["attend"] = sample(graph("attend")).median_ms
-    replay = graph(*PHASES)
+    replay = graph(*step.phases)
     return sample(replay), replay, _named(parts)
 
 
@@ -336,8 +345,11 @@ def check_output(step: DecodeStep, run: Callable[[], object], seed: int) -> floa
     step.out.fill_(float("nan"))
     step.advance(len(step.batch.spare_pages) // 2)
     run()
-    layers = torch.randperm(step.pool.layers, generator=generator)[:CHECKED_LAYERS].tolist()
-    worst = max(output_error(step, layer) for layer in layers)
+    if step.chooser:  # the outputs are those of the timed run, the choices are made once more
+        worst = worst_error(step, ("index", "top_k"))
+    else:
+        layers = torch.randperm(step.pool.layers, generator=generator)[:CHECKED_LAYERS].tolist()
+        worst = max(output_error(step, layer) for layer in layers)
     require_right(step, worst)
     return worst
 

@@ -7,13 +7,14 @@ from shadowkv_lab import machine
 from shadowkv_lab.deployment import Deployment, Setting
 from shadowkv_lab.deployment import deployment as make_deployment
 from shadowkv_lab.errors import CannotRun, OutOfRange
+from shadowkv_lab.kernels.index import PAGE
 from shadowkv_lab.load import Load
 from shadowkv_lab.machine import Card
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
-from shadowkv_lab.provenance import calibrated
+from shadowkv_lab.provenance import assumed, calibrated
 from shadowkv_lab.rules import can_run
-from shadowkv_lab.steps.evidence import WITH_WRITE
+from shadowkv_lab.steps.evidence import INDEX_FROM, LAUNCH_MS, REACH, WITH_WRITE, bandwidth
 from shadowkv_lab.steps.fit import Answer, Fit, fit
 from shadowkv_lab.steps.step import PHASES, Phase, Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
@@ -37,25 +38,34 @@ def predict_at(
     """
     strategy, fitted = parse(strategy), fitted or fit()
     model, load, P = setting.model, setting.load, setting.pool_tokens
+    read = setting.read_tokens
     check_load(model, P, load.concurrency, int(load.context))
+    strategy.require_rows(load.live_tokens)
     layers = Counter(strategy.at(i) for i in range(model.layers))
     found = [_phase(name, layers, setting, card, fitted, backend) for name in PHASES]
     if found[1].curve in WITH_WRITE:
         found[2] = _beyond_a_plain_write(found[2], strategy, setting, card, fitted)
+    keys = 0
+    if load.reads == "dsa":
+        moves = strategy.moves_at(setting)
+        found += _index(setting, moves["index"], moves["top_k"], card, fitted)
+        slots = -(-(P + setting.page_size) // PAGE) * PAGE
+        keys = len(model.choosing) * model.row_bytes("index") * slots
     if mode == "eager":
         host = fitted.host(strategy.label, _name(card), load.concurrency, load.context)
         excess = max(0.0, model.layers * host.ms - sum(p.ms for p in found))
         found.append(Phase("host", excess, 0, None, host.provenance, excess, excess))
     phases = tuple(found)
     return Step(
-        strategy.tag,
+        strategy.tag_at(load),
         setting,
         _name(card),
         phases,
         ms=sum(p.ms for p in phases),
         kept_bytes=strategy.token_bytes(model) * (P + setting.page_size)
-        + strategy.fixed_bytes(model),
-        scratch_bytes=strategy.scratch_bytes(model, P, int(load.live_tokens)),
+        + strategy.fixed_bytes(model)
+        + keys,
+        scratch_bytes=strategy.scratch_bytes(model, P, int(read)),
         mode=mode,
         backend=phases[1].curve or "",
     )
@@ -96,6 +106,7 @@ def at(
     concurrency: int = 1,
     context: float = 1024,
     heads: int | None = None,
+    reads: str = "dense",
 ) -> Setting:
     """A setting from names; `heads` are by default those of one of eight GPUs.
 
@@ -111,7 +122,7 @@ def at(
     heads = model.heads // 8 if heads is None else heads
     if heads < 1:
         raise OutOfRange(f"{heads} heads per GPU", "1 or more")
-    return Setting(model, heads, pool_tokens, Load(concurrency, context))
+    return Setting(model, heads, pool_tokens, Load(concurrency, context, reads=reads))
 
 
 def resized(step: Step, pool_tokens: int) -> Step:
@@ -123,11 +134,11 @@ def resized(step: Step, pool_tokens: int) -> Step:
     setting = replace(step.setting, pool_tokens=pool_tokens)
     if setting == step.setting:
         return step
-    strategy, load = parse(step.strategy.label), setting.load
-    moves = strategy.step_moves(setting.model, pool_tokens, load.live_tokens, load.new_tokens)
+    strategy = parse(step.strategy.label)
+    moves = strategy.moves_at(setting)
     phases = []
     for p in step.phases:
-        bytes_ = getattr(moves, f"{p.name}_bytes")
+        bytes_ = moves[p.name]
         if bytes_ == p.bytes or not p.bytes:
             phases.append(p)
             continue
@@ -160,7 +171,7 @@ def _phase(
     load, found = setting.load, []
     for strategy, count in layers.items():
         moves = strategy.moves(
-            setting.model, setting.pool_tokens, load.live_tokens, load.new_tokens
+            setting.model, setting.pool_tokens, setting.read_tokens, load.new_tokens
         )
         if not (bytes_ := getattr(moves, f"{name}_bytes")):
             continue
@@ -182,6 +193,41 @@ def _phase(
 
 
 NOTHING = calibrated("moves nothing")
+PUBLISHED_INDEX = 32, 2048  # index heads and top-k of GLM-5's DSA modules
+
+
+def _index(
+    setting: Setting, index_bytes: int, top_k_bytes: int, card: "Card | str", fitted: Fit
+) -> list[Phase]:
+    """Scores and top-k of a step that reads by an index.
+
+    Published is how much both together grow beyond `INDEX_FROM` tokens; no table tells them apart,
+    or holds their launches. So the scores are taken as a launch and their bytes, and what the bytes
+    do not explain of the growth is the top-k's, with a launch of its own.
+    """
+    load, layers, name = setting.load, len(setting.model.choosing), _name(card)
+    more = max(0.0, load.context - INDEX_FROM)
+    row = setting.model.row_bytes("index")
+    grown = fitted.index(name, load.concurrency, more, load.concurrency * more * row)
+    per_byte = 1 / (bandwidth(name) * REACH) / 1e6
+    launch, own = layers * LAUNCH_MS / 2, index_bytes * per_byte
+    how = f"a launch and its bytes at {REACH:.0%} of bandwidth: no published time holds it alone"
+    scores = Phase("index", launch + own, index_bytes, None, assumed(how))
+    inside = layers * load.concurrency * more * row * per_byte
+
+    def beside(factor: float) -> float:
+        return launch + max(top_k_bytes * per_byte, layers * grown.ms * factor - inside)
+
+    said = "a launch"
+    if more:
+        said += f", and the growth of scores and top-k from {INDEX_FROM:,} tokens on, published: "
+        said += f"{grown.provenance.how}, less the scores' bytes"
+    if (setting.model.index_heads, setting.model.index_topk) != PUBLISHED_INDEX:
+        said += "; published of GLM-5's 32 index heads and top-k 2,048"
+    low, high = fitted.range_of(grown.basis)
+    known = replace(grown.provenance + assumed("its launch"), how=said)
+    top_k = Phase("top_k", beside(1.0), top_k_bytes, None, known, beside(low), beside(high))
+    return [scores, top_k]
 
 
 def _beyond_a_plain_write(
@@ -218,15 +264,24 @@ def _layer(
     if phase != "attention":
         return fitted.moved(phase, kernel, _name(card), moved_bytes)
     load, model, reads = setting.load, setting.model, strategy.reads
+    # Several query tokens of one request read its rows together, as more heads would.
+    heads, requests, page = (
+        setting.heads * load.tokens_per_step,
+        load.concurrency,
+        setting.page_size,
+    )
+    if strategy.by_row:
+        page = 1
+    if load.reads == "dsa":  # each reads rows of its own, one here and one there
+        heads, requests, page = setting.heads, load.new_tokens, 1
     return fitted.attention(
         reads,
         _name(card),
-        # Several query tokens of one request read its rows together, as more heads would.
-        setting.heads * load.tokens_per_step,
-        load.concurrency,
-        load.context,
+        heads,
+        requests,
+        setting.read_tokens / requests,
         backend=kernel,
-        page_size=setting.page_size,
+        page_size=page,
         gathered=strategy.compact,
         row_bytes=model.row_bytes("bf16" if reads == "bf16" else "fp8"),
     )

@@ -24,6 +24,7 @@ from shadowkv_lab.strategies import Label
 
 SCHEMA = 2
 PHASES = ("cast", "attention", "write")
+DSA_PHASES = (*PHASES, "index", "top_k")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a step, over all layers: "cast", "attention" or "write".
+    """One phase of a step, over all layers: one of `DSA_PHASES`.
 
     `bytes` are those that the strategy's `moves` gives; `curve` names the kernel whose times it
     belongs to, None where the layers differ. In a record file every phase is "recorded". Of a
@@ -135,7 +136,7 @@ class Step:
 COLUMNS = [
     *("strategy", "title", "colour", "order", "model", "layers", "heads", "pool_tokens"),
     *("concurrency", "context", "mode", "card", "backend", "step_ms", "noisy", "provenance"),
-    *(f"{name}_ms" for name in PHASES),
+    *(f"{name}_ms" for name in DSA_PHASES),
     *(f"origin.{name}" for name in Origin.__dataclass_fields__),
 ]  # of a frame without rows
 NOISE = 0.25
@@ -185,6 +186,7 @@ def frame(steps: Iterable[Step]) -> pd.DataFrame:
             model=at.model.name,
             layers=at.model.layers,
             heads=at.heads,
+            reads=load.reads,
             pool_tokens=at.pool_tokens,
             concurrency=load.concurrency,
             context=load.context,
@@ -199,7 +201,7 @@ def frame(steps: Iterable[Step]) -> pd.DataFrame:
             step_ms=s.ms,
             step_spread_ms=s.spread_ms,
         )
-        for name in PHASES:
+        for name in DSA_PHASES:
             phase = phases.get(name)
             row[f"{name}_ms"] = phase.ms if phase else 0.0
             row[f"{name}_gb"] = phase.bytes / 1e9 if phase else 0.0
@@ -299,8 +301,8 @@ def _measured(step: Step) -> Step:
     if step.ms <= 0:
         raise OutOfRange(f"ms is {step.ms}", "above 0")
     names = [phase.name for phase in step.phases]
-    if not names or len(set(names)) < len(names) or not set(names) <= set(PHASES):
-        raise OutOfRange(f"phases are {names}", f"each of {', '.join(PHASES)} once at most")
+    if not names or len(set(names)) < len(names) or not set(names) <= set(DSA_PHASES):
+        raise OutOfRange(f"phases are {names}", f"each of {', '.join(DSA_PHASES)} once at most")
     if step.mode not in MODES:
         raise OutOfRange(f"mode is {step.mode!r}", ", ".join(MODES))
     if not COLOUR.fullmatch(step.strategy.colour):

@@ -4,25 +4,29 @@ import ast
 import re
 
 from shadowkv_lab.errors import OutOfRange, UnknownName
-from shadowkv_lab.strategies.base import STRATEGIES, Label, Moves, Strategy
+from shadowkv_lab.strategies.base import OPTIONS, STRATEGIES, Label, Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
 from shadowkv_lab.strategies.full_cast import FullCast
 from shadowkv_lab.strategies.fused_fp8 import FusedFP8
 from shadowkv_lab.strategies.gather_cast import GatherCast
+from shadowkv_lab.strategies.hot import HotSet, SharedShadow
 from shadowkv_lab.strategies.native_fp8 import NativeFP8
 from shadowkv_lab.strategies.shadow import Shadow
 from shadowkv_lab.strategies.vector_cast import VectorCast
 
 __all__ = [
+    "OPTIONS",
     "STRATEGIES",
     "BF16Pool",
     "FullCast",
     "FusedFP8",
     "GatherCast",
+    "HotSet",
     "Label",
     "Moves",
     "NativeFP8",
     "Shadow",
+    "SharedShadow",
     "Strategy",
     "VectorCast",
     "parse",
@@ -35,8 +39,9 @@ def parse(text: "str | Strategy") -> Strategy:
     if isinstance(text, Strategy):
         return text
     match = re.fullmatch(r"\s*(\w+)\s*(?:\((.*)\))?\s*", text)
-    if not match or match[1] not in STRATEGIES:
-        raise UnknownName("strategy", match[1] if match else text, STRATEGIES)
+    known = OPTIONS | STRATEGIES
+    if not match or match[1] not in known:
+        raise UnknownName("strategy", match[1] if match else text, known)
     options = {}
     for option in filter(None, (match[2] or "").split(",")):
         key, _, value = (part.strip() for part in option.partition("="))
@@ -44,7 +49,7 @@ def parse(text: "str | Strategy") -> Strategy:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             options[key] = value
-    kind = STRATEGIES[match[1]]
+    kind = known[match[1]]
     known = kind.__dataclass_fields__
     if unknown := set(options) - set(known):
         raise UnknownName(f"option of {match[1]}", unknown.pop(), known)

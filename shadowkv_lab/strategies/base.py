@@ -9,18 +9,26 @@ Bytes per layer and step, P pool slots, L live tokens, R new tokens, for rows of
 | shadow | 1728 | 1152 L + 1728 R |
 | gather_cast | 576, and scratch (1152 L) | 2880 L + 576 R |
 | native_fp8, fused_fp8 | 576 | 576 L + 576 R |
+| hot_set(rows=n) | 576, and 1152 (n + 1) a layer | 1152 L + 1728 R |
+| shared_shadow | 576, and scratch (1152 L) | 2880 L + 576 R; casts a shared row once |
+
+With DSA, L are the rows that a layer chooses. A layer that has an index moves for it 132 (L + R) +
+4 L bytes (keys read and written, scores written) and, for the choice, 4 L + 4 A, where L are the
+live tokens and A the chosen ones. See `Strategy.moves_at`.
 """
 
 from __future__ import annotations
 
 import colorsys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import count
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
-from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.deployment import Setting
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
+from shadowkv_lab.load import Batch, Load
 from shadowkv_lab.model import Model
 
 if TYPE_CHECKING:
@@ -33,8 +41,10 @@ PALETTE = (
     *("#882255", "#999933", "#332288", "#44AA99", "#661100"),
 )
 
-# By name, in the order of legends; a class enters it when it is defined.
+# By name, in the order of legends; a class enters it when it is defined. OPTIONS are those of the
+# lab that stand beside the others only where somebody names them.
 STRATEGIES: dict[str, type[Strategy]] = {}
+OPTIONS: dict[str, type[Strategy]] = {}
 
 
 def colour_of(order: int) -> str:
@@ -82,7 +92,8 @@ class Strategy:
     """One way to keep and read the pool; measurement and prediction use the same object.
 
     A subclass is a frozen dataclass with a `name` and a `title`; its fields are its options. To
-    define it registers it: it then has a colour and a place in every table, figure and widget. It
+    define it registers it: it then has a colour and a place in every table, figure and widget
+    (with `option=True` only where it is asked for by name). It
     sets `kinds` (what each layer of the pool keeps) and `reads` (what its attention takes: "bf16",
     "native_fp8" or "fused_fp8"), gives `moves`, and overrides the hooks that it needs. P, L and R
     are the pool's slots, the live tokens and the new tokens.
@@ -96,11 +107,17 @@ class Strategy:
     compact: ClassVar[bool] = False  # attention reads row i for live token i, not the page table
     needs: ClassVar[str | None] = None  # kernel module without which it cannot run
     backend: ClassVar[str | None] = None  # its rules' name, where only one backend can read it
+    casts_pool: ClassVar[bool] = False  # its cast grows with the pool, in some layer
+    by_row: ClassVar[bool] = False  # attention reads by a table of rows, page size 1
+    live_rows: ClassVar[int | None] = None  # live rows that it can serve at once, if limited
 
-    def __init_subclass__(cls, **options):
+    def __init_subclass__(cls, option: bool = False, **options):
         super().__init_subclass__(**options)
         name = cls.__dict__.get("name")
         if name is None:  # a variant of its parent, such as a test's
+            return
+        if option:
+            OPTIONS[name] = cls
             return
         known = STRATEGIES.get(name)
         if known is not None and known.__qualname__ != cls.__qualname__:
@@ -109,7 +126,7 @@ class Strategy:
                 "a name of its own",
             )
         if "order" not in cls.__dict__:
-            taken = {s.order for s in STRATEGIES.values()}
+            taken = {s.order for s in (*STRATEGIES.values(), *OPTIONS.values())}
             cls.order = known.order if known else next(i for i in count() if i not in taken)
         STRATEGIES[name] = cls
         ordered = sorted(STRATEGIES.items(), key=lambda item: item[1].order)
@@ -128,6 +145,17 @@ class Strategy:
         options = self._options()
         title = f"{self.title} ({options})" if options else self.title
         return Label(self.label, title, colour_of(self.order), self.order)
+
+    def tag_at(self, load: Load) -> Label:
+        """Its tag for the steps of a load: with DSA the title says so.
+
+        A strategy that casts the whole pool is then hypothetical: SGLang casts in its dense
+        backends, and none of them reads chosen rows.
+        """
+        if load.reads == "dense":
+            return self.tag
+        words = "DSA, hypothetical" if self.casts_pool else "DSA"
+        return replace(self.tag, title=f"{self.tag.title}, {words}")
 
     def _options(self) -> str:
         return ",".join(
@@ -170,6 +198,10 @@ class Strategy:
     def advance(self, step: DecodeStep, turn: int) -> None:
         """Follow the batch to other last pages, between steps; no part of the step's time."""
 
+    def paged(self, step: DecodeStep) -> Batch:
+        """The batch that its attention is planned for; asked once, before `prepare`."""
+        return step.reading.compact() if self.compact else step.reading
+
     def write(self, step: DecodeStep, layer: int) -> None:
         """Write the layer's new rows to every buffer it keeps."""
         step.pool.write_unchecked(layer, step.batch.new_slots, step.rows[layer])
@@ -202,6 +234,30 @@ class Strategy:
         """Bytes that a whole step moves, all layers."""
         layers = [self.at(i).moves(model, P, L, R) for i in range(model.layers)]
         return Moves(*map(sum, zip(*layers, strict=True)))
+
+    def require_rows(self, live_tokens: float) -> None:
+        """Raise `DoesNotFit` for more live rows than it can serve at once."""
+        if self.live_rows is not None and live_tokens > self.live_rows:
+            raise DoesNotFit(
+                f"{live_tokens:,.0f} live rows for {self.label}",
+                f"up to {self.live_rows:,}",
+                "Give it more rows, or ask for fewer or shorter requests",
+            )
+
+    def moves_at(self, setting: Setting) -> dict[str, int]:
+        """Bytes that one GPU's whole step moves at a setting, by phase: with DSA five of them.
+
+        Raises `CannotRun` where the load reads by an index that the model does not have.
+        """
+        model, load, A = setting.model, setting.load, setting.read_tokens
+        cast, attention, write = self.step_moves(model, setting.pool_tokens, A, load.new_tokens)
+        found = {"cast": cast, "attention": attention, "write": write}
+        if load.reads == "dense":
+            return found
+        layers, L, score, slot = len(model.choosing), load.live_tokens, 4, 4
+        keys = model.row_bytes("index") * (L + load.new_tokens)
+        index, top_k = keys + score * L, score * L + slot * A
+        return found | {"index": layers * index, "top_k": layers * top_k}
 
     def scratch_bytes(self, model: Model, P: int, L: int) -> int:
         """Bytes of scratch that all layers share."""

@@ -7,17 +7,20 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shadowkv_lab.deployment import Setting
 from shadowkv_lab.errors import WrongResult
 from shadowkv_lab.kernels import reference
 from shadowkv_lab.kernels.reference import bits
+from shadowkv_lab.load import Load
 from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import synthetic
-from shadowkv_lab.strategies.base import Moves, Strategy
-from shadowkv_lab.strategies.step import PHASES, DecodeStep
+from shadowkv_lab.strategies.base import Strategy
+from shadowkv_lab.strategies.step import DecodeStep
 
 TOLERANCE = 1e-2  # relative L2 of BF16 outputs from BF16 probabilities; kernels reach 3e-3
 LAYERS, HEADS, POOL_TOKENS = 2, 8, 512
+DSA_LAYERS, DSA_TOPK = 3, 32  # the second layer reads what the first has chosen
 PICKS = {"aten::index_select", "aten::index", "aten::gather", "aten::embedding"}
 PUTS = {"aten::index_copy_", "aten::index_put_", "aten::scatter_", "aten::_index_put_impl_"}
 
@@ -63,26 +66,33 @@ class ByteMeter(TorchDispatchMode):
         return out
 
 
-def count_bytes(step: DecodeStep) -> Moves:
-    """Bytes of the pool, the strategy's buffers and its scratch that a step moves, by phase.
+def count_bytes(step: DecodeStep) -> dict[str, int]:
+    """Bytes of the pool, the strategy's buffers, its scratch and the index, by phase of a step.
 
     `step` must read by the reference path (`backend="reference"`), on a CPU.
     """
     kept = [b for b in (*step.pool.fp8, *step.pool.bf16) if b is not None]
     own = [b for buffers in step.buffers for b in buffers.values()]
     found: Counter[str] = Counter()
+    rows, choice = [*kept, *own, *step.scratch.values()], []
+    if of := step.chooser:
+        choice = [*of.kept.values(), of.scores, of.chosen.pages]
     for layer in range(step.pool.layers):
-        for phase in PHASES:
-            with ByteMeter([*kept, *own, *step.scratch.values()]) as meter:
+        for phase in step.phases:
+            # To attention the chosen slots are a page table, and those are not counted.
+            with ByteMeter(choice if phase in ("index", "top_k") else rows) as meter:
                 getattr(step, phase)(layer)
             found[phase] += meter.bytes
-    return Moves(found["cast"], found["attend"], found["write"])
+    names = {"cast": "cast", "attention": "attend", "write": "write"}
+    names |= {"index": "index", "top_k": "top_k"} if step.chooser else {}
+    return {name: found[phase] for name, phase in names.items()}
 
 
 def output_error(step: DecodeStep, layer: int) -> float:
     """Worst relative L2 error of a (request, head) against float64 over the layer's stored rows.
 
-    Raises `WrongResult` if the layer's stored rows lack the step's new ones.
+    Of those, the rows that it reads. Raises `WrongResult` if the layer's stored rows lack the
+    step's new ones.
     """
     pool, batch = step.pool, step.batch
     fp8, bf16 = pool.fp8[layer], pool.bf16[layer]
@@ -95,7 +105,7 @@ def output_error(step: DecodeStep, layer: int) -> float:
         step.q_nope[layer],
         step.q_pe[layer],
         fp8 if bf16 is None else bf16,
-        batch,
+        step.reading,
         pool.model.softmax_scale,
         torch.float64,
     )
@@ -131,53 +141,73 @@ class Checked:
         return "\n".join([self.strategy, *(f"  {f.check}: {f.found}" for f in self.found)])
 
 
-def check(strategy: Strategy, model: "Model | str" = "glm-5") -> Checked:
+def check(strategy: Strategy, model: "Model | str" = "glm-5", reads: str = "dense") -> Checked:
     """Check a strategy on this machine's CPU, at small sizes; raises `WrongResult`.
 
     Its output against float64, fresh and after the batch moved to other pages, at page sizes 1 and
     64; its bytes, phase by phase, against its own `moves`; and its output after its requests were
-    saved and restored to other slots.
+    saved and restored to other slots. With `reads="dsa"` each layer is compared as soon as it has
+    run, over the rows that it has chosen, and the choice itself with that of float64 scores.
     """
     model = load_model(model)
     small = replace(model, layers=min(LAYERS, model.layers), index_layers=0)
+    if reads == "dsa":
+        model.read_tokens(Load(reads=reads))  # raises where the model has no index
+        sizes = dict(layers=DSA_LAYERS, index_layers=2, index_at=(0, 2), index_topk=DSA_TOPK)
+        small = replace(model, **sizes)
     worst = {}
     for page_size in (1, 64):
-        step = make_step(strategy, small, page_size)
+        step = make_step(strategy, small, page_size, reads)
         errors = []
         for turn in range(3):
-            step.run(*PHASES)
-            errors += [output_error(step, layer) for layer in range(small.layers)]
+            errors.append(worst_error(step))
             require_right(step, max(errors))
             step.advance(turn)
         worst[page_size] = max(errors)
-    step = make_step(strategy, small, 1)
+    step = make_step(strategy, small, 1, reads)
     counted = count_bytes(step)
-    said = strategy.step_moves(
-        small,
-        step.pool.pool_tokens + step.pool.page_size,
-        step.batch.live_tokens,
-        step.batch.concurrency,
-    )
-    for phase, ours, theirs in zip(Moves._fields, said, counted, strict=True):
-        if ours != theirs:
+    slots = step.pool.pool_tokens + step.pool.page_size
+    load = Load(step.batch.concurrency, step.batch.lens[0], reads=reads)
+    said = strategy.moves_at(Setting(small, HEADS, slots, load))
+    for phase, ours in said.items():
+        if ours != counted[phase]:
             raise WrongResult(
-                f"{strategy.label}: its {phase.removesuffix('_bytes')} moves {theirs:,} bytes, and "
+                f"{strategy.label}: its {phase} moves {counted[phase]:,} bytes, and "
                 f"`moves` says {ours:,}",
                 remedy="Correct `moves`, or what the phase does",
             )
-    restored = _restored(strategy, small)
+    restored = _restored(strategy, small, reads)
     texts = ", ".join(f"{error:.1e} at page size {size}" for size, error in worst.items())
     return Checked(
         strategy.label,
         (
             Found("worst relative error against float64", texts),
-            Found("bytes as `moves` says (cast, attention, write)", f"{tuple(counted)}"),
+            Found(
+                f"bytes as `moves` says ({', '.join(counted).replace('top_k', 'top-k')})",
+                f"{tuple(counted.values())}",
+            ),
             Found("after saving and restoring its requests", f"{restored:.1e}"),
         ),
     )
 
 
-def make_step(strategy: Strategy, model: Model, page_size: int = 1) -> DecodeStep:
+def worst_error(step: DecodeStep, phases: tuple[str, ...] | None = None) -> float:
+    """The worst `output_error` of a step; runs `phases` of it, by default all, layer by layer.
+
+    A layer's choice is overwritten by the next one's, so both are checked as soon as it has run.
+    """
+    errors = []
+    for layer in range(step.pool.layers):
+        step.run_layer(layer, *(step.phases if phases is None else phases))
+        if step.chooser and layer in step.chooser.kept:
+            step.chooser.require_right(layer)
+        errors.append(output_error(step, layer))
+    return max(errors)
+
+
+def make_step(
+    strategy: Strategy, model: Model, page_size: int = 1, reads: str = "dense"
+) -> DecodeStep:
     """Three requests on a small CPU pool, read by the reference path."""
     pool = Pool(
         model,
@@ -189,21 +219,20 @@ def make_step(strategy: Strategy, model: Model, page_size: int = 1) -> DecodeSte
     )
     synthetic.fill(pool, seed=3)
     batch = pool.batch(3, 40 if page_size == 1 else 70)
-    return DecodeStep(strategy, pool, batch, HEADS, backend="reference")
+    return DecodeStep(strategy, pool, batch, HEADS, backend="reference", reads=reads)
 
 
-def _restored(strategy: Strategy, model: Model) -> float:
+def _restored(strategy: Strategy, model: Model, reads: str) -> float:
     """The error of a step whose requests were moved out of the pool and back to other slots."""
-    first = make_step(strategy, model)
+    first = make_step(strategy, model, 1, reads)
     pool, slots = first.pool, first.batch.live_slots.clone()
     saved = pool.save(slots)
     pool.release(first.batch)
     held = pool.allocate(7)  # so that the requests come to lie elsewhere
     batch = pool.batch(3, 40)
     pool.load(batch.live_slots, saved)
-    step = DecodeStep(strategy, pool, batch, HEADS, backend="reference")
-    step.run(*PHASES)
-    error = max(output_error(step, layer) for layer in range(model.layers))
+    step = DecodeStep(strategy, pool, batch, HEADS, backend="reference", reads=reads)
+    error = worst_error(step)
     require_right(step, error)
     pool.free(held)
     return error

@@ -17,6 +17,7 @@ class FullCast(Strategy):
     name = "full_cast"
     title = "full cast"
     order = 0
+    casts_pool = True
 
     def moves(self, model, P, L, R):
         return Moves(

@@ -31,4 +31,4 @@ class GatherCast(Strategy):
 
     def cast(self, step, layer):
         gather_cast = kernels.mover("gather_cast", step.pool.device)
-        gather_cast(step.pool.fp8[layer], step.batch.live_slots, step.scratch[self])
+        gather_cast(step.pool.fp8[layer], step.reading.live_slots, step.scratch[self])

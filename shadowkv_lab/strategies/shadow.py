@@ -32,6 +32,10 @@ class Shadow(Strategy):
         if self.mirror not in ("exact", "original"):
             raise OutOfRange(f"Mirror {self.mirror!r}", "exact, original")
 
+    @property
+    def casts_pool(self):
+        return self.layers is not None
+
     def at(self, layer):
         shadowed = self.layers is None or layer < self.layers
         return Shadow(mirror=self.mirror) if shadowed else FullCast()

@@ -8,8 +8,10 @@ from shadowkv_lab import kernels
 from shadowkv_lab.load import Batch
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.strategies.base import Strategy
+from shadowkv_lab.strategies.index import Index
 
 PHASES = ("write", "cast", "attend")
+DSA_PHASES = ("write", "index", "top_k", "cast", "attend")
 
 
 class DecodeStep:
@@ -18,7 +20,9 @@ class DecodeStep:
     Queries, new rows and outputs are each layer's own: `q_nope` [layers, B, H, rank], `q_pe`
     [layers, B, H, rope], `rows` [layers, B, row], `out` [layers, B, H, rank], all BF16.
     `buffers[layer][name]` [n, row] are what the layer's strategy keeps between steps beside the
-    pool, `scratch[strategy]` [n, row] what the layers of one strategy share.
+    pool, `scratch[strategy]` [n, row] what the layers of one strategy share. `reading` is the batch
+    of the rows that attention reads: the requests' own, or with `reads="dsa"` those that `index`
+    has chosen.
     """
 
     def __init__(
@@ -30,10 +34,15 @@ class DecodeStep:
         *,
         backend: str = "auto",
         seed: int = 0,
+        reads: str = "dense",
     ):
         model, device = pool.model, pool.device
         self.strategy, self.pool, self.batch = strategy, pool, batch
         self.at = [strategy.at(layer) for layer in range(pool.layers)]
+        slots = pool.pool_tokens + pool.page_size
+        self.chooser = Index(model, slots, batch, seed) if reads == "dsa" else None
+        self.reading = self.chooser.chosen if self.chooser else batch
+        self.phases = DSA_PHASES if self.chooser else PHASES
         generator = torch.Generator(device).manual_seed(seed)
 
         def noise(*shape: int) -> torch.Tensor:
@@ -45,16 +54,23 @@ class DecodeStep:
         self.q_pe = noise(pool.layers, B, heads, rope)
         self.rows = noise(pool.layers, B, model.row)
         self.out = torch.full_like(self.q_nope, float("nan"))
-        self.buffers = [
-            {name: noise(rows, model.row) for name, rows in s.buffers(model).items()}
-            for s in self.at
-        ]
+        # Whatever a strategy keeps outlives the batch, as the pool does.
+        self.buffers: list[dict[str, torch.Tensor]] = []
+        for layer, s in enumerate(self.at):
+            kept = pool.beside.setdefault((s.label, layer), {})
+            for name, rows in s.buffers(model).items():
+                if name not in kept:
+                    kept[name] = noise(rows, model.row)
+            self.buffers.append(kept)
         self.scratch: dict[Strategy, torch.Tensor] = {}
         self.attention: dict[Strategy, kernels.Attention] = {}
+        self.paged: dict[Strategy, Batch] = {}  # what each one's attention is planned for
+        self.shared: dict[Strategy, torch.Tensor] = {}  # slots that it casts, each once
         for s in dict.fromkeys(self.at):
-            if count := s.scratch_rows(pool.pool_tokens + pool.page_size, batch.live_tokens):
+            if count := s.scratch_rows(slots, self.reading.live_tokens):
                 self.scratch[s] = noise(count, model.row)
             self.attention[s] = kernels.attention(s.reads, device, backend)
+            self.paged[s] = s.paged(self)
         self.plan(heads)
         for s in self.attention:
             s.prepare(self)
@@ -64,7 +80,7 @@ class DecodeStep:
         model = self.pool.model
         for s, attention in self.attention.items():
             attention.plan(
-                self.batch.compact() if s.compact else self.batch,
+                self.paged[s],
                 heads,
                 model.softmax_scale,
                 rank=model.kv_lora_rank,
@@ -78,9 +94,10 @@ class DecodeStep:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay between steps: the pool, and the strategy's own buffers."""
+        """Bytes that stay between steps: the pool, the strategy's own buffers, the index keys."""
         own = (buffer.nbytes for buffers in self.buffers for buffer in buffers.values())
-        return self.pool.kept_bytes + sum(own)
+        keys = self.chooser.kept_bytes if self.chooser else 0
+        return self.pool.kept_bytes + sum(own) + keys
 
     @property
     def scratch_bytes(self) -> int:
@@ -97,6 +114,16 @@ class DecodeStep:
         """Write the layer's new rows to every buffer it keeps."""
         self.at[layer].write(self, layer)
 
+    def index(self, layer: int) -> None:
+        """Write the new tokens' index keys and score the live ones, if the layer chooses."""
+        if layer in self.chooser.kept:
+            self.chooser.score(layer)
+
+    def top_k(self, layer: int) -> None:
+        """Choose the rows that this layer reads, and those after it that do not choose."""
+        if layer in self.chooser.kept:
+            self.chooser.choose()
+
     def cast(self, layer: int) -> None:
         """Make the layer's rows readable, if attention cannot read what is kept."""
         self.at[layer].cast(self, layer)
@@ -108,16 +135,22 @@ class DecodeStep:
         self.attention[s].run(self.q_nope[layer], self.q_pe[layer], rows, self.out[layer])
 
     def run(self, *phases: str, mark: Callable[[str], object] | None = None) -> None:
-        """Run phases ("write", "cast", "attend") layer by layer; all three are the step.
+        """Run some of `phases` layer by layer; all of them are the step.
 
         `mark(phase)` is called after each phase of each layer.
         """
         for layer in range(self.pool.layers):
-            for phase in phases:
-                getattr(self, phase)(layer)
-                if mark:
-                    mark(phase)
+            self.run_layer(layer, *phases, mark=mark)
+
+    def run_layer(
+        self, layer: int, *phases: str, mark: Callable[[str], object] | None = None
+    ) -> None:
+        """Run phases of one layer, as `run` does of all."""
+        for phase in phases:
+            getattr(self, phase)(layer)
+            if mark:
+                mark(phase)
 
     def step(self) -> None:
         """The whole decode step."""
-        self.run(*PHASES)
+        self.run(*self.phases)

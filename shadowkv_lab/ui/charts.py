@@ -21,6 +21,8 @@ OTHERS = ("#4a5568", "#8d99ae", "#6b5b4b", "#b8a98f", "#777777", "#bbbbbb", "#3d
 GREY, DARK = "#bdbdbd", "#555555"
 pd.set_option("styler.format.escape", "html")  # a table's fields are text, as in a plain frame
 OPACITY = {"cast": 1.0, "attention": 0.62, "write": 0.3}
+DSA_OPACITY = {"index": 0.45, "top_k": 0.2}  # beside them, where a step reads by an index
+NAMES = {"top_k": "top-k"}
 
 WIDTH, HEIGHT = 860, 420
 NOTE_LETTERS = 140  # of a note's line in a figure WIDTH wide

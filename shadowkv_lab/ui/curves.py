@@ -74,6 +74,8 @@ def seen(at: Deployment, rest: Rest, measured: Sequence[steps.Step] = ()) -> lis
         of, load = s.setting, s.setting.load
         if of.model != at.model or s.card != at.card.name or of.heads != at.heads:
             continue
+        if load.reads == "dsa":  # the curves are of dense reads
+            continue
         if s.strategy.name in STRATEGIES and of.order == "random":
             rate = 1000 * load.concurrency / (s.ms + rest(load.concurrency))
             who = f"{'measured' if s in measured else 'recorded'} step and this rest"

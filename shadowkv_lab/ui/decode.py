@@ -29,6 +29,7 @@ SYNTHETIC = "synthetic"
 CPU_POOL_TOKENS = 16384  # slots at which a CPU re-measures in seconds
 HERE_POOL_TOKENS = 2048  # a CPU's pool where nobody chose one: four strategies in some seconds
 PHASES = {f"{name}_ms": (name, opacity) for name, opacity in charts.OPACITY.items()}
+INDEX = {f"{n}_ms": (charts.NAMES.get(n, n), o) for n, o in charts.DSA_OPACITY.items()}
 TABLE = (
     *("strategy", "pool_tokens", "concurrency", "context", "step_ms", "cast_ms", "attention_ms"),
     *("write_ms", "residual_ms", "step_spread_ms", "kept_bytes", "error", "provenance"),
@@ -39,15 +40,19 @@ TABLE = (
 
 
 def step_by_phase(frame: pd.DataFrame) -> go.Figure:
-    """Stacked bars: one per strategy, cast, attention and write in it; its total beside it."""
+    """Stacked bars: one per strategy, its phases in it; its total beside it.
+
+    Cast, attention and write, and of steps that read by an index also its scores and top-k.
+    """
     frame = frame.sort_values("step_ms", kind="stable")
-    moved = {column: _moved(frame, column) for column in PHASES}
+    parts = PHASES | (INDEX if (frame[[*INDEX]] > 0).any(axis=None) else {})
+    moved = {column: _moved(frame, column) for column in parts}
     # Phases are timed one by one, so on a busy machine they may add up to more than the step.
-    ends = frame[[*PHASES]].sum(axis=1).clip(lower=frame.step_ms)
+    ends = frame[[*parts]].sum(axis=1).clip(lower=frame.step_ms)
     texts = [f"{ms:,.2f} ms, {word}" for ms, word in frame[["step_ms", "provenance"]].values]
     return charts.figure(
         _ratio_title(frame),
-        charts.phases(frame, PHASES, moved, form=".3f"),
+        charts.phases(frame, parts, moved, form=".3f"),
         "step, all layers (ms)",
         **charts.totals(frame.title, ends, texts, widest=1.5),
     )
@@ -59,7 +64,8 @@ def _ratio_title(frame: pd.DataFrame) -> str:
         names = ", ".join(dict.fromkeys(frame.title[frame.noisy]))
         return charts.heading(f"Measured while other work ran: {names} cannot be compared", where)
     by_name = frame.set_index("strategy").step_ms
-    if {"full_cast", "shadow"} <= set(by_name.index):
+    hypothetical = (frame.reads == "dsa").any()  # a full cast beside an index
+    if {"full_cast", "shadow"} <= set(by_name.index) and not hypothetical:
         ratio = by_name["full_cast"] / by_name["shadow"]
         said = f"The shadow's step is {ratio:.1f} times shorter than full cast's"
         return charts.heading(said, where)
@@ -155,14 +161,15 @@ def memory_kept(frame: pd.DataFrame) -> go.Figure:
 
 
 def recorded(model: str, heads: int, mode: str = "graph") -> pd.DataFrame:
-    """The newest recorded steps of a model at a head count. Raises `NoAnswer`."""
+    """The newest recorded steps of a model at a head count, dense ones. Raises `NoAnswer`."""
     return _recorded(facts.stamps("runs", "*.jsonl"), model, heads, mode)
 
 
 @lru_cache(maxsize=16)
 def _recorded(stamps: tuple, model: str, heads: int, mode: str) -> pd.DataFrame:
     """`recorded`, made again when a file of `stamps` has changed; a slider asks at each step."""
-    seen = [s for s in steps.recorded() if s.mode == mode]
+    dense = (s for s in steps.recorded() if s.setting.load.reads == "dense")
+    seen = [s for s in dense if s.mode == mode]
     newest = {}
     for s in sorted(seen, key=lambda s: s.origin.date):
         if s.setting.model.name == model and s.setting.heads == heads:

@@ -30,7 +30,9 @@ def payload(**settings) -> dict:
     strategies = []
     for label, slots in kept.items():
         strategy, times = parse(label), made.times[label]
-        line = "" if no_line(strategy, at) else launch_line(strategy, at, tokens_per_step=q)
+        line = (
+            "" if no_line(strategy, at) else launch_line(strategy, at, load=Load(tokens_per_step=q))
+        )
         strategies.append(
             {
                 "name": strategy.name,

@@ -56,10 +56,11 @@ def named(answer: Answer) -> str:
 def line(answer: Answer, at: Deployment, limit: int | None = None) -> str:
     """The launch line of an answer; "" where no server can be launched so."""
     strategy = parse(answer.strategy.label)
-    if no_line(strategy, at):
+    load = answer.step.setting.load if answer.step else None
+    if no_line(strategy, at, load):
         return ""
     cap = answer.kept_tokens if answer.cut or limit is not None else None
-    return launch_line(strategy, at, cap, answer.step.setting.load.tokens_per_step)
+    return launch_line(strategy, at, cap, load)
 
 
 def sentence(
@@ -131,7 +132,7 @@ def sentence(
     if command := line(best, at, limit):
         said.append(f"<br><code>{_(command)}</code>")
     else:
-        why = no_line(parse(best.strategy.label), at)
+        why = no_line(parse(best.strategy.label), at, load)
         said.append(f"<br><b>Launch</b>: none, {_(why)}.")
     stock = next(
         (

@@ -1,6 +1,7 @@
 """The story in pictures: what moves in a step, and the answers of a server as bars."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 
 import pandas as pd
@@ -26,12 +27,14 @@ def bytes_per_step(at: Deployment, load: Load, pool_tokens: int) -> go.Figure:
     """
     full, shadow = parse("full_cast"), parse("shadow")
     each = max(1, int(load.context))
-    load = Load(min(load.concurrency, max(1, pool_tokens // each)), each, load.tokens_per_step)
+    load = replace(
+        load, concurrency=min(load.concurrency, max(1, pool_tokens // each)), context=each
+    )
     pools = [pool_tokens]
     for part in (4, 16):
         if pool_tokens // part >= load.live_tokens:
             pools.insert(0, pool_tokens // part)
-    rest = (int(load.live_tokens), load.new_tokens)
+    rest = (int(at.model.read_tokens(load)), load.new_tokens)
     moved = [full.step_moves(at.model, P, *rest) for P in pools]
     new = shadow.step_moves(at.model, pool_tokens, *rest).write_bytes
     live, whole = moved[-1].attention_bytes, moved[-1].cast_bytes
@@ -65,8 +68,8 @@ def bytes_per_step(at: Deployment, load: Load, pool_tokens: int) -> go.Figure:
     one = load.new_tokens == 1
     return charts.figure(
         charts.heading(
-            f"{load.new_tokens} new row{'' if one else 's'}: full cast moves {_size(whole)} a "
-            f"step, a shadow {_size(new)}",
+            f"{load.new_tokens} new row{'' if one else 's'}: full cast moves {_size(whole)} "
+            f"per step, a shadow {_size(new)}",
             f"squares to scale ({LEAST:.0f} pixels at least): the cast grows with the pool, live "
             f"and new rows do not; {at.model.layers} layers of {at.model.name}, {load} tokens, "
             "one GPU",
@@ -108,7 +111,11 @@ def answer_bars(
             "write": [a.step["write"].ms for a in runs],
         }
     )
-    parts = {name: (name, shade) for name, shade in charts.OPACITY.items()}
+    shades = charts.OPACITY
+    if load.reads == "dsa":
+        shades = shades | charts.DSA_OPACITY
+        frame = frame.assign(**{n: [a.step[n].ms for a in runs] for n in charts.DSA_OPACITY})
+    parts = {name: (charts.NAMES.get(name, name), shade) for name, shade in shades.items()}
     rest = [a.rest_ms for a in runs]
     bars = charts.phases(frame, parts)
     bars.append(charts.bar(frame.title, rest, "rest", charts.GREY, "assumed"))

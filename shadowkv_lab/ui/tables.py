@@ -71,6 +71,8 @@ COLUMNS = {
     "cast_ms": Column("cast", "ms", MS),
     "attention_ms": Column("attention", "ms", MS),
     "write_ms": Column("write", "ms", MS),
+    "index_ms": Column("index", "ms", MS),
+    "top_k_ms": Column("top-k", "ms", MS),
     "residual_ms": Column("residual", "ms", MS),
     "step_spread_ms": Column("spread", "ms", MS),
     "spread_ms": Column("spread", "ms", MS),

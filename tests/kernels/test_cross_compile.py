@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shadowkv_lab.kernels import append, decode, launch, widen
+from shadowkv_lab.kernels import append, decode, index_scores, launch, widen
 from shadowkv_lab.kernels import decode_pairs, decode_words
 
 arch = int(sys.argv[1])
@@ -75,6 +75,14 @@ found["combine"] = compiled(
     decode.combine_kernel,
     dict(partial="*fp32", stats="*fp32", splits="*i32", out="*bf16", out_scale="fp32"),
     dict(HEADS=8, COLUMNS=16, ROWS=256, FINAL=True, PDL=True), 4, launch_pdl=True)
+for heads in (32, 64):
+    for slots in (1, 64):
+        found[f"index scores {heads} page {slots}"] = compiled(
+            index_scores.scores_kernel,
+            dict(q="*fp8e4nv", weights="*fp32", keys="*fp8e4nv", scales="*fp32", out="*fp32",
+                 pages="*i32", indptr="*i32", lens="*i32", stride="i32", longest="i32"),
+            dict(HEADS=heads, WIDTH=128, TOKENS=index_scores.TOKENS, SLOTS=slots, KEYS=64,
+                 WIDE=False), 4)
 print(json.dumps(found))
 """
 
@@ -92,7 +100,9 @@ def test_kernels_compile_and_fit(arch):
     too_large = {name: size for name, (size, _) in found.items() if size > LIMITS[arch]}
     assert not too_large
     # Triton 3.6 compiles tiles of 64 heads to an empty kernel for SM100, without a word.
-    empty = [name for name, (_, dots) in found.items() if name.startswith("decode") and not dots]
+    dotted = [name for name in found if name.startswith(("decode", "index"))]
+    assert sum(name.startswith("index") for name in dotted) == 4
+    empty = [name for name in dotted if not found[name][1]]
     assert not empty
 
 
