@@ -1,8 +1,10 @@
 """Workers of dask.distributed: connected, compared with this process, given cells one by one."""
 
 import itertools
+import logging
 import os
 import platform
+import signal
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,16 +25,12 @@ STRANGER = "another version"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: its value, or the kind of error and the reason.
-
-    `broken` says that the worker's GPU takes no more work.
-    """
+    """What became of a cell: its value, or the kind of error and the reason."""
 
     value: object = None
     error: str = ""
     reason: str = ""
     worker: str = ""
-    broken: bool = False
 
 
 @contextmanager
@@ -87,6 +85,8 @@ def _local(workers: int | None, gpus: Sequence[str]):
         memory_limit=None,  # the lab checks what fits; dask would end a worker on its guess
         dashboard_address="127.0.0.1:0",
         resources={RESOURCE: 1},
+        preload=[__name__],
+        silence_logs=logging.ERROR,
     )
     spec = cluster.new_spec
     for i in range(count):
@@ -94,6 +94,11 @@ def _local(workers: int | None, gpus: Sequence[str]):
         cluster.worker_spec[i] = spec | {"options": spec["options"] | {"env": env}}
     cluster.scale(count)
     return cluster
+
+
+def dask_setup(worker) -> None:
+    """Called by dask in each worker: Ctrl-C ends the sweep, which ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def versions() -> dict[str, str | None]:
@@ -215,7 +220,7 @@ def each(
             done.add(future)
 
     def more() -> None:
-        send(AHEAD * max(1, len(client.nthreads())) - len(under_way))
+        send(max(0, AHEAD * max(1, len(client.nthreads())) - len(under_way)))
 
     try:
         more()
@@ -223,8 +228,6 @@ def each(
             outcome = _outcome(future)
             if outcome.error == STRANGER:
                 _require_same(outcome.worker, outcome.value)
-            if outcome.broken:
-                client.restart_workers([outcome.worker], raise_for_error=False)
             yield under_way.pop(future), outcome
             del future
             more()
@@ -253,9 +256,11 @@ def _lost(client, error: BaseException) -> CannotRun:
 
 
 def _run(work: Callable, cell: object, told: dict) -> Outcome:
-    """One cell, on a worker."""
+    """One cell, on a worker; one whose GPU is of no use ends, and dask starts it anew."""
     from distributed import get_worker
 
+    if not works():
+        os._exit(1)
     here = get_worker().address
     if (own := versions()) != told:
         return Outcome(own, STRANGER, worker=here)
@@ -267,7 +272,7 @@ def _run(work: Callable, cell: object, told: dict) -> Outcome:
         at = traceback.extract_tb(error.__traceback__)[-1]
         name = type(error).__name__
         reason = f"a bug at {os.path.basename(at.filename)}:{at.lineno}: {error}"
-    return Outcome(error=name, reason=reason, worker=here, broken=not works())
+    return Outcome(error=name, reason=reason, worker=here)
 
 
 def works() -> bool:
