@@ -1,0 +1,126 @@
+"""What a request waits for: TTFT, TPOT and ITL against the rate, of drawn or recorded traffic."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import ipywidgets as w
+import pandas as pd
+import plotly.graph_objects as go
+
+from shadowkv_lab.errors import OutOfRange
+from shadowkv_lab.serving import traces, traffic
+from shadowkv_lab.serving.contenders import WANTED, over_rates
+from shadowkv_lab.serving.results import OBJECTIVE, Objective
+from shadowkv_lab.ui import charts, serving
+from shadowkv_lab.ui.app import View, Work
+from shadowkv_lab.ui.application import application
+from shadowkv_lab.ui.controls import Control, ModelName
+
+FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0)  # on the traffic's own rate
+REQUESTS = 400
+WAITS = {
+    "ttft": ("TTFT", "time to first token (ms)"),
+    "tpot": ("TPOT", "time per output token (ms)"),
+    "itl": ("ITL", "time between two tokens (ms)"),
+}
+TABLE = (
+    *("strategy", "requests_per_s", "provenance", "p50_ttft_ms", "p99_ttft_ms"),
+    *("p50_tpot_ms", "p99_tpot_ms", "p99_itl_ms"),
+)
+
+
+@dataclass(frozen=True)
+class Recorded(Control):
+    """A trace file's path, or the name of traffic that data/traffic describes."""
+
+    def _kind(self, value):
+        return w.Text
+
+    def _more(self, value, settings):
+        return {"value": str(value), "continuous_update": False}
+
+
+def load_of(trace: str) -> traffic.Traffic:
+    """Traffic of a name of data/traffic, drawn at 1 request/s, or of a file, with its own rate.
+
+    Raises `BadFile`, and `OutOfRange` for traffic without a rate.
+    """
+    if trace in traffic.known_traffic():
+        return traffic.poisson(1.0, REQUESTS, traffic.published(trace))
+    load = traces.load(trace)
+    if load.concurrency is not None or not math.isfinite(load.demand.requests_per_s):
+        raise OutOfRange(f"{load.source} has no rate", "requests that arrive one after another")
+    return load
+
+
+def against_rate(rows: pd.DataFrame, name: str, said: str, objective: Objective = OBJECTIVE):
+    """p50 and p99 of a wait against requests/s, of each strategy; `rows` are `TABLE`'s columns.
+
+    `name` is "ttft", "tpot" or "itl". The title says up to which of the rates the p99 keeps the
+    objective.
+    """
+    short, axis = WAITS[name]
+    limit = objective.ttft_ms if name == "ttft" else objective.tpot_ms
+    lines, kept = [], {}
+    for label, part in rows.sort_values("requests_per_s").groupby("strategy", sort=False):
+        tag, late = charts.tag(label), part[part[f"p99_{name}_ms"] > limit]
+        intime = part[part.requests_per_s < late.requests_per_s.min()] if len(late) else part
+        kept[tag.title] = intime.requests_per_s.max()
+        for q, width, symbol in ((99, 2.5, "circle"), (50, 1.2, "circle-open")):
+            line = charts.line(
+                part.requests_per_s,
+                part[f"p{q}_{name}_ms"],
+                f"{tag.title} p{q} ({part.provenance.iloc[0]})",
+                tag.colour,
+                part.provenance.iloc[0],
+                marker={"size": 7, "symbol": symbol},
+                hover=f"{tag.title} p{q}: %{{y:,.0f}} ms at %{{x:.2g}} requests/s<extra></extra>",
+            )
+            lines.append(line | {"line": line["line"] | {"width": width}})
+    held = [f"{title} up to {rate:.2g}" for title, rate in kept.items() if rate == rate]
+    finding = f"p99 {short} is above {limit:,.0f} ms at every rate here"
+    if held:
+        finding = f"p99 {short} within {limit:,.0f} ms: {', '.join(held)} requests/s"
+    return charts.figure(
+        charts.heading(finding, said),
+        lines,
+        "requests/s",
+        axis,
+        log_x=True,
+        log_y=True,
+        xaxis=charts.ticks(rows.requests_per_s, ".2g"),
+        **charts.level(limit),
+    )
+
+
+@application("shadowkv_lab.ui.latencies.waits", changed=serving.follow, slow=lambda settings: True)
+def waits_view(
+    model: ModelName = "glm-5",
+    gpu: serving.Gpu = "rtx-pro-6000-server",
+    rest: serving.Rest = "glm5-report",
+    trace: Annotated[
+        str, Recorded("traffic", help="The path of a trace, or a name of data/traffic")
+    ] = "azure-conversation",
+    strategies: serving.Strategies = WANTED,
+    *,
+    work: Work,
+) -> View:
+    """TTFT, TPOT and ITL at p50 and p99 against the rate, of drawn traffic or a trace of yours."""
+    found, load = serving.asked(model, gpu, rest, strategies), load_of(trace)
+    own, rows = load.demand.requests_per_s, []
+    for i, factor in enumerate(FACTORS):
+        work.stage(f"{len(load):,} requests at {factor * own:.2g} a second", i / len(FACTORS))
+        rows += over_rates(found, load, [factor])
+    table = pd.DataFrame(rows).rename(columns={"label": "strategy"})
+    table["requests_per_s"] = (table.rate * own).round(6)
+    said = f"{load.source}, {len(load):,} requests; {serving.source_of(found)}"
+    return View(
+        [against_rate(table, name, said) for name in WAITS],
+        f"{serving.note(rest, found)}; traffic: {load.source}",
+        table,
+        TABLE,
+    )
+
+
+waits = waits_view.app
