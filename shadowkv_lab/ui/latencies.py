@@ -6,7 +6,6 @@ from typing import Annotated
 
 import ipywidgets as w
 import pandas as pd
-import plotly.graph_objects as go
 
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.serving import traces, traffic
@@ -62,28 +61,31 @@ def against_rate(rows: pd.DataFrame, name: str, said: str, objective: Objective 
     """
     short, axis = WAITS[name]
     limit = objective.ttft_ms if name == "ttft" else objective.tpot_ms
-    lines, kept = [], {}
-    for label, part in rows.sort_values("requests_per_s").groupby("strategy", sort=False):
-        tag, late = charts.tag(label), part[part[f"p99_{name}_ms"] > limit]
-        intime = part[part.requests_per_s < late.requests_per_s.min()] if len(late) else part
-        kept[tag.title] = intime.requests_per_s.max()
-        for q, width, symbol in ((99, 2.5, "circle"), (50, 1.2, "circle-open")):
-            line = charts.line(
-                part.requests_per_s,
-                part[f"p{q}_{name}_ms"],
-                f"{tag.title} p{q} ({part.provenance.iloc[0]})",
-                tag.colour,
-                part.provenance.iloc[0],
-                marker={"size": 7, "symbol": symbol},
-                hover=f"{tag.title} p{q}: %{{y:,.0f}} ms at %{{x:.2g}} requests/s<extra></extra>",
-            )
+    rows = rows.assign(
+        **{
+            n: rows.strategy.map(lambda s, n=n: getattr(charts.tag(s), n))
+            for n in ("title", "colour")
+        }
+    )
+    late = rows[rows[f"p99_{name}_ms"] > limit].groupby("title").requests_per_s.min()
+    intime = rows[rows.requests_per_s < rows.title.map(late).fillna(math.inf)]
+    kept = intime.groupby("title", sort=False).requests_per_s.max()
+    finding = f"{short} at p99 is above {limit:,.0f} ms at every rate here"
+    if len(kept):
+        best = [*kept[kept == kept.max()].index]
+        who = " and ".join(best)
+        if len(best) > 2:
+            who = f"{len(best)} of {rows.title.nunique()} strategies"
+        finding = (
+            f"{short} at p99 stays within {limit:,.0f} ms up to {kept.max():.2g} requests/s: {who}"
+        )
+    lines = []
+    for q, width, told in ((99, 2.5, True), (50, 1.0, False)):
+        hover = f"%{{fullData.name}}, p{q}: %{{y:,.0f}} ms at %{{x:.2g}} requests/s<extra></extra>"
+        for line in charts.lines(rows, "requests_per_s", f"p{q}_{name}_ms", hover, showlegend=told):
             lines.append(line | {"line": line["line"] | {"width": width}})
-    held = [f"{title} up to {rate:.2g}" for title, rate in kept.items() if rate == rate]
-    finding = f"p99 {short} is above {limit:,.0f} ms at every rate here"
-    if held:
-        finding = f"p99 {short} within {limit:,.0f} ms: {', '.join(held)} requests/s"
     return charts.figure(
-        charts.heading(finding, said),
+        charts.heading(finding, f"thick: p99, thin: p50; {said}"),
         lines,
         "requests/s",
         axis,
@@ -114,7 +116,7 @@ def waits_view(
         rows += over_rates(found, load, [factor])
     table = pd.DataFrame(rows).rename(columns={"label": "strategy"})
     table["requests_per_s"] = (table.rate * own).round(6)
-    said = f"{load.source}, {len(load):,} requests; {serving.source_of(found)}"
+    said = f"{load.name}, {len(load):,} requests; {serving.source_of(found)}"
     return View(
         [against_rate(table, name, said) for name in WAITS],
         f"{serving.note(rest, found)}; traffic: {load.source}",
