@@ -50,6 +50,7 @@ def test_constraints_pin_what_is_required_and_no_address():
 # the plug-in, and never a requirement of the lab.
 DISTRIBUTIONS = {
     "IPython": "ipython",
+    "dask_jobqueue": "dask-jobqueue",
     "flashinfer": "flashinfer-python",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
