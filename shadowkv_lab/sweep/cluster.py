@@ -40,10 +40,7 @@ def connect(scheduler: str | None = None, workers: int | None = None, gpus: bool
     Those are one per GPU, each of which sees its own alone, and without GPUs (or where `gpus` is
     False) one per core. Raises `CannotRun` where dask is missing or the scheduler does not answer.
     """
-    if find_spec("distributed") is None:
-        raise CannotRun(
-            "dask.distributed is not installed", remedy="pip install 'shadowkv-lab[cluster]'"
-        )
+    require("distributed")
     from distributed import Client
 
     with ExitStack() as stack:
@@ -59,6 +56,13 @@ def connect(scheduler: str | None = None, workers: int | None = None, gpus: bool
             ) from None
         stack.callback(_close, client)
         yield client
+
+
+def require(package: str) -> None:
+    """Raise `CannotRun` where a package of the extra `cluster` is missing."""
+    if find_spec(package) is None:
+        remedy = "pip install 'shadowkv-lab[cluster]'"
+        raise CannotRun(f"{package} is not installed", remedy=remedy)
 
 
 def _close(client) -> None:

@@ -193,34 +193,22 @@ def measured(cell: Cell) -> Step:
 
 
 @dataclass(frozen=True)
-class Map:
-    """Every cell of a grid in one order: deployment, strategy, concurrency, context."""
-
-    deployments: tuple[tuple[str, Deployment, int | None], ...]  # name, itself, slots of its pool
-    swept: Grid
-    rest: str
-
-    @property
-    def axes(self) -> tuple:
-        own = self.swept
-        return self.deployments, own.strategies, own.concurrency, own.context
-
-    def __len__(self) -> int:
-        return math.prod(map(len, self.axes))
-
-
-@dataclass(frozen=True)
 class Part:
-    """`count` cells of a map from `first` on."""
+    """`count` cells of a map from `first` on; the last axis moves fastest.
 
-    map: Map
+    `axes` are deployments (name, itself, slots of its pool or None), strategies, concurrency and
+    context.
+    """
+
+    axes: tuple[tuple, ...]
+    rest: str
     first: int
     count: int
 
+    @property
     def cells(self) -> Iterable[tuple]:
-        return itertools.islice(
-            itertools.product(*self.map.axes), self.first, self.first + self.count
-        )
+        end = self.first + self.count
+        return itertools.islice(itertools.product(*self.axes), self.first, end)
 
 
 def predict(
@@ -237,15 +225,15 @@ def predict(
     holds another grid, or parts of another revision.
     """
     folder = Path(folder)
-    _require_parquet()
+    cluster.require("pyarrow")
     cluster.survey(client)
     named = [
         (f"{grid.title(entry)}{f', a pool of {P}' if P else ''}", grid.made(entry), P)
         for entry in swept.entries
         for P in swept.pool_tokens or (None,)
     ]
-    whole = Map(tuple(named), swept, rest)
-    count = -(-len(whole) // chunk)
+    axes = tuple(named), swept.strategies, swept.concurrency, swept.context
+    count = -(-math.prod(map(len, axes)) // chunk)
     paths = {f"part {i}": folder / f"part-{i:05}.parquet" for i in range(count)}
     told = json.loads(json.dumps(asdict(swept)))
     told |= {"rest": rest, "chunk": chunk, "revision": machine.git_revision()}
@@ -260,21 +248,13 @@ def predict(
         return _run(
             client,
             predicted,
-            {key: Part(whole, i * chunk, chunk) for i, key in enumerate(paths)},
+            {key: Part(axes, rest, i * chunk, chunk) for i, key in enumerate(paths)},
             [key for key, path in paths.items() if path.exists()],
             lambda part, raw: files.write(paths[f"part {part.first // chunk}"], raw),
             folder / "_failed.jsonl",
             {},
             progress,
         )
-
-
-def _require_parquet() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        remedy = "pip install 'shadowkv-lab[cluster]'"
-        raise CannotRun("pyarrow, which writes Parquet, is not installed", remedy=remedy) from None
 
 
 def predicted(part: Part) -> bytes:
@@ -288,7 +268,7 @@ def predicted(part: Part) -> bytes:
     times = ("step_ms", "rest_ms", "tpot_ms", "tokens_per_s")
     columns |= dict.fromkeys((*times, "low_tokens_per_s", "high_tokens_per_s"), number)
     columns |= {"provenance": text, "reason": text}
-    rows = [_row(part.map.rest, *cell) for cell in part.cells()]
+    rows = [_row(part.rest, *cell) for cell in part.cells]
     table = pa.Table.from_pylist(rows, pa.schema(columns.items()))
     sink = io.BytesIO()
     parquet.write_table(table, sink, compression="zstd")
@@ -318,7 +298,7 @@ def winners(folder: str | Path):
     """The strategy with most tokens/s of each deployment and load of a map, one row each."""
     import pandas as pd
 
-    _require_parquet()
+    cluster.require("pyarrow")
     columns = ["deployment", "concurrency", "context", "strategy", "tokens_per_s", "provenance"]
     cells = pd.read_parquet(folder, columns=columns).dropna(subset="tokens_per_s")
     best = cells.groupby(columns[:3], observed=True).tokens_per_s.idxmax()
