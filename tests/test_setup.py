@@ -50,6 +50,7 @@ def test_constraints_pin_what_is_required_and_no_address():
 # the plug-in, and never a requirement of the lab.
 DISTRIBUTIONS = {
     "IPython": "ipython",
+    "dask_jobqueue": "dask-jobqueue",
     "flashinfer": "flashinfer-python",
     "pydantic_core": "pydantic",
     "pynvml": "nvidia-ml-py",
@@ -86,13 +87,13 @@ def declared(*groups) -> dict[str, bool]:
 
 
 def test_what_the_library_imports_is_declared_and_the_other_way_round():
-    ours, told = imported("shadowkv_lab"), declared("lab", "gpu")
+    ours, told = imported("shadowkv_lab"), declared("lab", "gpu", "cluster")
     assert ours - set(told) == set(), "imported, and not declared"
     assert {name for name in set(told) - ours if not told[name]} == set(), "no import, no reason"
 
 
 def test_what_the_tests_import_is_declared():
-    assert imported("tests", "scripts") - set(declared("lab", "gpu", "test")) == set()
+    assert imported("tests", "scripts") - set(declared("lab", "gpu", "cluster", "test")) == set()
     beside = {r.split(">")[0] for r in PROJECT["optional-dependencies"]["test"]}
     unused = beside - imported("tests", "scripts", "shadowkv_lab")
     assert not [name for name in unused if not declared("test")[name]]
@@ -124,7 +125,7 @@ FLOORS = (
     ["sources", "strategies"],
     ["steps", "budget"],
     ["glm5", "serving", "doctor"],
-    ["server", "accuracy", "sglang"],
+    ["server", "accuracy", "sglang", "sweep"],
     ["ui"],
     ["cli"],
     ["__main__"],

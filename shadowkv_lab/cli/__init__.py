@@ -124,4 +124,4 @@ class progress:
 
 
 # Each module registers its commands.
-from shadowkv_lab.cli import applications, measuring, predicting, serving, sharing  # noqa: E402, F401
+from shadowkv_lab.cli import applications, measuring, predicting, serving, sharing, sweeping  # noqa: E402, F401
