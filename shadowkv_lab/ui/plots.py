@@ -50,17 +50,17 @@ const loaded = model => globalThis[KEY] ??= (async () => {
   return globalThis.Plotly;
 })().catch(error => { delete globalThis[KEY]; throw error; });
 export default {
-  render({model, el}) {
+  async render({model, el}) {
     const place = document.createElement('div');
     el.append(place);
+    const held = await model.widget_manager.get_model(model.get('held'));
     let plotly, due = false;
     const draw = async () => {
       if (due || !place.offsetWidth) return;
       due = true;
-      plotly = await loaded(model);
-      due = false;
-      const {data, layout} = structuredClone(model.get('spec'));
-      if (model.get('stale')) layout.paper_bgcolor = layout.plot_bgcolor = '#dddddd';
+      try { plotly = await loaded(model); } finally { due = false; }
+      const {spec: {data, layout}, stale} = JSON.parse(held.get('value'));
+      if (stale) layout.paper_bgcolor = layout.plot_bgcolor = '#dddddd';
       layout.uirevision ??= 'zoomed';
       plotly.react(place, data, layout, {displaylogo: false});
     };
@@ -69,12 +69,10 @@ export default {
       else if (place.offsetWidth && place.layout && !place.layout.width) plotly.Plots.resize(place);
     });
     sized.observe(el);
-    model.on('change:spec', draw);
-    model.on('change:stale', draw);
+    held.on('change:value', draw);
     return () => {
       sized.disconnect();
-      model.off('change:spec', draw);
-      model.off('change:stale', draw);
+      held.off('change:value', draw);
       plotly?.purge(place);
     };
   },
@@ -85,23 +83,51 @@ export default {
 class Plot(anywidget.AnyWidget):
     """A figure on a page.
 
-    plotly's FigureWidget sends the page 5 MB of script with each figure, and its state after them;
-    where a page needs more than 2 s to load them, anywidget drops that state and every later one,
-    and the figure stays empty.
+    Where a page is busy for 2 s while a widget opens, anywidget drops whatever is sent to that
+    widget from then on. So all that changes is held by a widget of ipywidgets' own. plotly's
+    FigureWidget, which sends a page 5 MB of script with each figure, stayed empty there.
     """
 
     _esm = SCRIPT
-    spec = traitlets.Dict().tag(sync=True)  # a figure as plain JSON
-    stale = traitlets.Bool(False).tag(sync=True)  # shown in grey: an older setting's
-    plotly = traitlets.Unicode().tag(sync=True)  # the id of the widget that holds plotly.js
+    held = traitlets.Unicode().tag(sync=True)  # the id of the widget that holds the figure as JSON
+    plotly = traitlets.Unicode().tag(sync=True)  # of the one that holds plotly.js
 
     def __init__(self, spec: dict):
-        super().__init__(spec=spec, plotly=_plotly().model_id)
+        self._told, self._holder = {"spec": spec, "stale": False}, w.HTML()
+        self._tell()
+        super().__init__(held=self._holder.model_id, plotly=_plotly().model_id)
+
+    def _tell(self, **new) -> None:
+        self._told = self._told | new
+        self._holder.value = json.dumps(self._told)
+
+    @property
+    def spec(self) -> dict:
+        """What is shown, as plain JSON."""
+        return self._told["spec"]
+
+    @spec.setter
+    def spec(self, spec: dict) -> None:
+        self._tell(spec=spec)
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is shown in grey, as an older setting's."""
+        return self._told["stale"]
+
+    @stale.setter
+    def stale(self, stale: bool) -> None:
+        self._tell(stale=stale)
 
     @property
     def figure(self) -> go.Figure:
         """What is shown, as a figure of its own."""
         return go.Figure(self.spec)
+
+    def close(self) -> None:
+        """Take it from the page."""
+        self._holder.close()
+        super().close()
 
 
 @cache
