@@ -35,8 +35,14 @@ SETTINGS = {
 }
 READY_S, CELLS_S = 60, 240
 
-# Errors of JupyterLab's own that say nothing about a notebook.
-NOISE = ("favicon", "/lab/api/workspaces", "ResizeObserver loop")
+# Errors of JupyterLab's and anywidget's own that say nothing about a notebook; anywidget reports a
+# widget that opened in more than 2 s, and draws it all the same.
+NOISE = (
+    "favicon",
+    "/lab/api/workspaces",
+    "ResizeObserver loop",
+    "[anywidget] Failed to initialize",
+)
 
 
 @contextmanager
@@ -71,13 +77,16 @@ class Notebook:
     def __init__(self, page: Page):
         self.page, self.errors, self.outside = page, [], []
         page.on("console", self._heard)
-        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("pageerror", lambda error: self._failed(str(error)))
         page.on("request", self._asked)
 
     def _heard(self, message) -> None:
-        where = f"{message.text[:300]} {message.location.get('url', '')}"
-        if message.type == "error" and not any(noise in where for noise in NOISE):
-            self.errors.append(where)
+        if message.type == "error":
+            self._failed(f"{message.text[:300]} {message.location.get('url', '')}")
+
+    def _failed(self, what: str) -> None:
+        if not any(noise in what for noise in NOISE):
+            self.errors.append(what)
 
     def _asked(self, request) -> None:
         if not request.url.startswith(
@@ -222,8 +231,8 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
             _wait_for(f"http://127.0.0.1:{port}/api/status?token={token}", server, Path(log.name))
             yield Lab(port, token)
         finally:
-            server.terminate()
-            server.wait(30)
+            server.terminate()  # it shuts its kernels down first
+            server.wait(120)
 
 
 def configuration(folder: Path) -> str:
