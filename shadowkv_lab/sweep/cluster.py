@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import signal
+import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,12 +26,16 @@ STRANGER = "another version"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: its value, or the kind of error and the reason."""
+    """What became of a cell: its value, or the kind of error and the reason.
+
+    `broken` says that the worker's GPU takes no more work.
+    """
 
     value: object = None
     error: str = ""
     reason: str = ""
     worker: str = ""
+    broken: bool = False
 
 
 @contextmanager
@@ -232,6 +237,8 @@ def each(
             outcome = _outcome(future)
             if outcome.error == STRANGER:
                 _require_same(outcome.worker, outcome.value)
+            if outcome.broken:  # not before: its outcome would be lost, and the cell run again
+                client.run(_end, workers=[outcome.worker], wait=False, on_error="ignore")
             yield under_way.pop(future), outcome
             del future
             more()
@@ -260,10 +267,11 @@ def _lost(client, error: BaseException) -> CannotRun:
 
 
 def _run(work: Callable, cell: object, told: dict) -> Outcome:
-    """One cell, on a worker; one whose GPU is of no use ends, and dask starts it anew."""
+    """One cell, on a worker."""
     from distributed import get_worker
 
-    if not works():
+    if not works():  # the client ends this worker, and dask gives the cell to another
+        time.sleep(60)
         os._exit(1)
     here = get_worker().address
     if (own := versions()) != told:
@@ -276,7 +284,11 @@ def _run(work: Callable, cell: object, told: dict) -> Outcome:
         at = traceback.extract_tb(error.__traceback__)[-1]
         name = type(error).__name__
         reason = f"a bug at {os.path.basename(at.filename)}:{at.lineno}: {error}"
-    return Outcome(error=name, reason=reason, worker=here)
+    return Outcome(error=name, reason=reason, worker=here, broken=not works())
+
+
+async def _end() -> None:
+    os._exit(1)
 
 
 def works() -> bool:
