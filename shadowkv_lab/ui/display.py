@@ -1,6 +1,7 @@
 """How a figure reaches a notebook: plotly JSON and a PNG in one output, never widget state."""
 
 import base64
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from functools import cache
 
 import plotly.graph_objects as go
 from IPython.display import display
+from PIL import Image
 
 BROWSER_TIMEOUT_S = 60  # a cold start on a busy machine takes seconds
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -50,10 +52,16 @@ def _complete(place, bundle: dict, fig: go.Figure) -> None:
 def png(fig: go.Figure) -> bytes | None:
     """A figure's picture at its own size, or None (after one warning) without a Chromium.
 
-    Scale 1: JupyterLab shows a stored PNG at its pixel size, so a larger one would be cropped.
+    Scale 1: JupyterLab shows a stored PNG at its pixel size, so a larger one would be cropped. 256
+    colours: a figure has fewer, and a notebook holds its pictures.
     """
     with _ONE:
-        return fig.to_image("png") if _browser() else None
+        if not _browser():
+            return None
+        drawn = Image.open(io.BytesIO(fig.to_image("png"))).convert("RGB")
+    packed = io.BytesIO()
+    drawn.quantize(256, dither=Image.Dither.NONE).save(packed, "png", optimize=True)
+    return packed.getvalue()
 
 
 @cache
