@@ -25,6 +25,7 @@ DSA_OPACITY = {"index": 0.45, "top_k": 0.2}  # beside them, where a step reads b
 NAMES = {"top_k": "top-k"}
 
 WIDTH, HEIGHT = 860, 420
+BELOW_PX = 66  # below a plot: its ticks and their title, then the legend
 NOTE_LETTERS = 140  # of a note's line in a figure WIDTH wide
 LOG = {"type": "log", "dtick": "D2", "tickformat": ",~g"}  # ticks at 1, 2 and 5 of each decade
 AXIS = {
@@ -115,13 +116,16 @@ def figure(
         "width": WIDTH,
         "height": HEIGHT,
         "margin": {"l": 70, "r": 20, "t": 70 + 14 * max(0, title.count("<sup>") - 1), "b": 90},
-        "legend": {"orientation": "h", "y": -0.2},
+        "legend": {"orientation": "h"},
         "xaxis": {"title": {"text": x}, **(LOG if log_x else {})},
         "yaxis": {"title": {"text": y}, **(LOG if log_y else {})},
         "template": TEMPLATE,
     }
+    layout = merged(base, layout)
+    plot_px = layout["height"] - layout["margin"]["t"] - layout["margin"]["b"]
+    layout["legend"] = {"y": -BELOW_PX / plot_px} | layout["legend"]
     # NOTE: plotly's checks of every property take most of a figure's time; a test makes them.
-    return go.Figure(_in_words(list(traces)), _in_words(merged(base, layout)), _validate=False)
+    return go.Figure(_in_words(list(traces)), _in_words(layout), _validate=False)
 
 
 def merged(base: Mapping, more: Mapping) -> dict:

@@ -1,5 +1,6 @@
 """How figures reach a notebook, and how notebooks are run with other parameters and saved."""
 
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import warnings
 import nbformat
 import plotly.graph_objects as go
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from shadowkv_lab.cli import app, main
@@ -66,9 +68,10 @@ def test_a_browser_that_is_found_and_does_not_start_is_no_trap():
 
 
 def test_many_figures_start_the_browser_once(shown, monkeypatch):
-    started = []
+    started, picture = [], io.BytesIO()
+    Image.new("RGB", (2, 2)).save(picture, "png")
     monkeypatch.setattr("kaleido.start_sync_server", lambda **_: started.append(1))
-    monkeypatch.setattr(go.Figure, "to_image", lambda self, kind: b"\x89PNG")
+    monkeypatch.setattr(go.Figure, "to_image", lambda self, kind: picture.getvalue())
     display._browser.cache_clear()
     try:
         with warnings.catch_warnings():
