@@ -26,22 +26,15 @@ from shadowkv_lab.serving import traces
 from shadowkv_lab.sources import checkpoint, poolfile
 from shadowkv_lab.steps import step, trace
 from shadowkv_lab.ui import kernels, notebooks
+from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "data"
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 COUNT = int(os.environ.get("FUZZ_COUNT", "1"))
 
-CONFIG = dict(
+CONFIG = tiny.CONFIG | dict(
     architectures=["DeepseekV3ForCausalLM"],
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=192,
-    v_head_dim=256,
-    hidden_size=1024,
-    max_position_embeddings=4096,
     rope_scaling=dict(type="yarn", factor=40, mscale_all_dim=1.0),
     quantization_config=dict(quant_method="fp8", weight_block_size=[128, 128]),
     layer_types=["full", "full"],

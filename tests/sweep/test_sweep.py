@@ -24,19 +24,10 @@ from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.answer import anchored, answer
 from shadowkv_lab.strategies import parse
 from shadowkv_lab.sweep import cluster, grid, kinds
+from tests.tiny import CONFIG
 
 pytest.importorskip("distributed")
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "traffic" / "samples"
-CONFIG = dict(
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=192,
-    v_head_dim=256,
-    hidden_size=1024,
-    max_position_embeddings=4096,
-)
 STRATEGIES = ("full_cast", "shadow(layers=1)")
 LOADS = [*itertools.product((1, 2), (16, 32, 48))]
 

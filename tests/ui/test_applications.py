@@ -31,6 +31,7 @@ from shadowkv_lab.ui.app import View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Number, Slider
 from tests.own_strategy import hot_set
+from tests.tiny import CONFIG
 
 VIEWS = [
     screen.screen_view,
@@ -41,16 +42,6 @@ VIEWS = [
     serving.load_view,
     simulated.traffic_view,
 ]
-CONFIG = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "hidden_size": 1024,
-    "max_position_embeddings": 4096,
-}
 
 
 @pytest.fixture

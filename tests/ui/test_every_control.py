@@ -9,18 +9,12 @@ import ipywidgets as w
 import numpy as np
 import pytest
 
-from shadowkv_lab.ui import accuracy, budget, decode, glm5, kernels, screen, serving, simulated
+from shadowkv_lab.serving import traffic
+from shadowkv_lab.ui import accuracy, latencies, simulated
+from tests.ui import test_applications
 
-VIEWS = [
-    screen.screen_view,
-    decode.step_view,
-    kernels.kernels_view,
-    budget.budget_view,
-    glm5.reproduction_view,
-    serving.load_view,
-    simulated.traffic_view,
-    accuracy.outliers_view,
-]
+VIEWS = [*test_applications.VIEWS, accuracy.outliers_view, latencies.waits_view]
+
 LIMIT_MS = 120  # from a press to the drawn figure in a browser; scripts/bench_ui.py shows that
 NOT_PRESSED = {"live", "log"}  # to measure and to paste: they have tests of their own
 FEW = 2  # of a menu's choices, after which the other controls are pressed
@@ -32,6 +26,8 @@ def app(request):
         patch.setattr(simulated, "REQUESTS", 40)
         patch.setattr(simulated, "CAPACITY_SHARES", (1.0,))
         patch.setattr(simulated, "RATES", [0.2, 0.8])
+        patch.setattr(latencies, "REQUESTS", 40)
+        patch.setattr(latencies, "FACTORS", (0.5, 2.0))
         opened = request.param.open()
         settle(opened)
         yield opened
@@ -58,6 +54,8 @@ def positions(control):
         return [True, False]
     if isinstance(control, w.FloatText | w.IntText):
         return [control.value + n * (control.step or 1) for n in (1, 2)]
+    if isinstance(control, w.Text):
+        return [*traffic.known_traffic()]
     return [value for _, value in control._options_full]
 
 
