@@ -49,6 +49,7 @@ def test_constraints_pin_what_is_required_and_no_address():
 # Distributions by the name that is imported, where the two differ. SGLang is the server that loads
 # the plug-in, and never a requirement of the lab.
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "IPython": "ipython",
     "dask_jobqueue": "dask-jobqueue",
     "flashinfer": "flashinfer-python",

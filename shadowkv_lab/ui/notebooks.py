@@ -54,11 +54,12 @@ def execute(
     target = ready(target or source)
     place = {"metadata": {"path": str(folder or source.resolve().parent)}}
     kernels = {name: value for name, value in os.environ.items() if name != SERVED}
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, record_timing=False)
+    # One output for what a cell prints, in however many messages it comes.
+    options = dict(record_timing=False, coalesce_streams=True)
+    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources=place, **options)
     try:
-        client.execute(
-            env=kernels, stderr=subprocess.DEVNULL
-        )  # of the kernel itself; cells have their own
+        # This stderr is the kernel's own; cells have another.
+        client.execute(env=kernels, stderr=subprocess.DEVNULL)
     except Exception as error:
         if getattr(client, "_async_cleanup_kernel_future", None):  # nbclient's answer to a signal
             raise KeyboardInterrupt from None
