@@ -40,7 +40,8 @@ class Figures(Sequence):
 
 
 # A page loads plotly.js once, from the widget that holds it, and draws a figure when its place has
-# a size. A view that is zoomed stays so until a value that it was zoomed from changes.
+# a size. Then only values that differ are set, which takes plotly less than a figure drawn anew and
+# leaves a zoomed view as it is.
 SCRIPT = """
 const KEY = 'shadowkv-plotly';
 const loaded = model => globalThis[KEY] ??= (async () => {
@@ -49,20 +50,46 @@ const loaded = model => globalThis[KEY] ??= (async () => {
   try { await import(url); } finally { URL.revokeObjectURL(url); }
   return globalThis.Plotly;
 })().catch(error => { delete globalThis[KEY]; throw error; });
+const inner = part =>
+  part === undefined || (part && typeof part === 'object' && !Array.isArray(part));
+const differences = (before, after, prefix = '', found = {}) => {
+  for (const key of new Set([...Object.keys(before), ...Object.keys(after)])) {
+    const old = before[key], now = after[key];
+    if (JSON.stringify(old) === JSON.stringify(now)) continue;
+    if (inner(old) && inner(now)) differences(old ?? {}, now ?? {}, prefix + key + '.', found);
+    else found[prefix + key] = now ?? null;
+  }
+  return found;
+};
+const change = (plotly, place, old, now) => {
+  const apart = now.data.map((trace, i) => differences(old.data[i], trace));
+  const traces = [...apart.keys()].filter(i => Object.keys(apart[i]).length);
+  const layout = differences(old.layout, now.layout);
+  if (!traces.length) {
+    if (Object.keys(layout).length) plotly.relayout(place, layout);
+    return;
+  }
+  const names = new Set(traces.flatMap(i => Object.keys(apart[i])));
+  const values = [...names].map(name => [name, traces.map(i => apart[i][name])]);
+  plotly.update(place, Object.fromEntries(values), layout, traces);
+};
 export default {
   async render({model, el}) {
     const place = document.createElement('div');
     el.append(place);
     const held = await model.widget_manager.get_model(model.get('held'));
-    let plotly, due = false;
+    let plotly, shown, due = false;
     const draw = async () => {
       if (due || !place.offsetWidth) return;
       due = true;
       try { plotly = await loaded(model); } finally { due = false; }
-      const {spec: {data, layout}, stale} = JSON.parse(held.get('value'));
-      if (stale) layout.paper_bgcolor = layout.plot_bgcolor = '#dddddd';
-      layout.uirevision ??= 'zoomed';
-      plotly.react(place, data, layout, {displaylogo: false});
+      const {spec, stale} = JSON.parse(held.get('value'));
+      if (stale) spec.layout.paper_bgcolor = spec.layout.plot_bgcolor = '#dddddd';
+      const types = of => of?.data.map(trace => trace.type).join();
+      const now = structuredClone(spec);  // plotly writes into what it is given
+      if (types(shown) === types(spec)) change(plotly, place, shown, now);
+      else plotly.react(place, now.data, now.layout, {displaylogo: false});
+      shown = spec;
     };
     const sized = new ResizeObserver(() => {
       if (!plotly) draw();
