@@ -10,6 +10,7 @@ from shadowkv_lab.kernels.reference import bits, to_fp8
 from shadowkv_lab.load import Batch
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.strategies.base import Moves, Strategy
+from shadowkv_lab.strategies.gather_cast import GatherCast
 
 
 class HotRows:
@@ -213,15 +214,8 @@ class SharedShadow(Strategy, option=True):
     def cast_curve(self):
         return "gather_cast"
 
-    def moves(self, model, P, L, R):
-        return Moves(
-            (model.row_bytes("fp8") + model.row_bytes("bf16")) * L,
-            model.row_bytes("bf16") * L,
-            model.row_bytes("fp8") * R,
-        )
-
-    def scratch_rows(self, P, L):
-        return L
+    # Bounds: where no row is shared, it casts and keeps what gather cast does.
+    moves, scratch_rows = GatherCast.moves, GatherCast.scratch_rows
 
     def paged(self, step):
         return by_rows(step.reading)

@@ -149,21 +149,15 @@ def against_context(frame: pd.DataFrame) -> go.Figure:
     starts = {name: rounded(worth_from(name, **where)) for name in dict.fromkeys(frame.strategy)}
     said = ", ".join(f"{name} {start}" for name, start in starts.items())
     longest = frame.context.max()
-    return charts.figure(
+    return _over_context(
         charts.heading(
             f"DSA is the faster way from these tokens on: {said}",
             f"{first.model}, {machine.card(first.card).title}, {first.heads} heads per GPU, "
             f"{_requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
         ),
         traces,
-        "context (tokens of a request)",
         "step, all layers (ms)",
-        log_x=True,
-        log_y=True,
-        xaxis={"dtick": None, "tickvals": TICKS, "ticktext": [rounded_binary(n) for n in TICKS]},
-        height=520,
-        legend={"y": -0.22},
-        margin={"b": 120},
+        below=120,
     )
 
 
@@ -172,6 +166,22 @@ TICKS = [1024 << i for i in range(0, 11)]
 
 def rounded_binary(tokens: int) -> str:
     return f"{tokens >> 10}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
+
+
+def _over_context(title: str, traces: list, y: str, below: int) -> go.Figure:
+    """Lines over a request's context, both axes in logs, with `below` pixels for the legend."""
+    return charts.figure(
+        title,
+        traces,
+        "context (tokens of a request)",
+        y,
+        log_x=True,
+        log_y=True,
+        xaxis={"dtick": None, "tickvals": TICKS, "ticktext": [rounded_binary(n) for n in TICKS]},
+        height=520,
+        legend={"y": -0.22},
+        margin={"b": below},
+    )
 
 
 def _requests(count: int) -> str:
@@ -221,7 +231,7 @@ def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) ->
         )
     there = at.index(min(at, key=lambda n: abs(n - 131_072)))
     wide, narrow = (index[there] / ms[there] for ms in saved)
-    return charts.figure(
+    return _over_context(
         charts.heading(
             f"At 128K the index adds {wide:.1f} times what dense BF16 rows add, {narrow:.1f} times "
             "what FP8 rows add",
@@ -229,14 +239,8 @@ def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) ->
             f"{_requests(concurrency)}; points are differences of published DSA modules",
         ),
         traces,
-        "context (tokens of a request)",
         "more than at 2,049 tokens, one layer (us)",
-        log_x=True,
-        log_y=True,
-        xaxis={"dtick": None, "tickvals": TICKS, "ticktext": [rounded_binary(n) for n in TICKS]},
-        height=520,
-        legend={"y": -0.22},
-        margin={"b": 140},
+        below=140,
     )
 
 

@@ -177,7 +177,9 @@ def draw(
         spec = (fit or fitted)(figure, width)
         if i < len(shown):
             shown[i].spec = spec
-        plots.append(shown[i] if i < len(shown) else Plot(spec))
+            plots.append(shown[i])
+        else:
+            plots.append(Plot(spec))
     return plots
 
 
