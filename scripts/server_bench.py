@@ -49,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = "glm-5-dense-tp8"
 POOL_TOKENS = 495_616
 LOADS = ((1, 1024), (1, 8192), (1, 32768), (8, 2048), (32, 2048))
-OUTPUT_TOKENS = 64
+WARM_UP_TOKENS = 8  # of the first run of each load, which nobody times
 PROFILED = (1, 1024, 8)  # requests, input tokens, decode steps
 # Each side: the plug-in's variables and the pool's dtype. The two without the plug-in come first,
 # so that a run that is cut short has what the others are compared with.
@@ -207,14 +207,16 @@ def prompts(requests: int, length: int) -> list[list[int]]:
     return [[drawn.randrange(10, 32_000) for _ in range(length)] for _ in range(requests)]
 
 
-def one_load(server: Server, requests: int, length: int, limit_s: float) -> tuple[dict, list]:
+def one_load(
+    server: Server, requests: int, length: int, out: int, limit_s: float
+) -> tuple[dict, list]:
     """A line of bench.jsonl, and all tokens: all requests are sent at once."""
     asked = prompts(requests, length)
     results: list = [None] * requests
 
     def ask(number: int) -> None:
         try:
-            results[number] = generate(server, asked[number], OUTPUT_TOKENS, limit_s)
+            results[number] = generate(server, asked[number], out, limit_s)
         except Exception as error:  # told below, in the thread that waits
             results[number] = error
 
@@ -265,7 +267,7 @@ def load_words(requests: int, length: int, tokens: tuple) -> dict:
         "dataset_name": "random-ids",
         "max_concurrency": requests,
         "random_input_len": length,
-        "random_output_len": OUTPUT_TOKENS,
+        "random_output_len": len(tokens[0]),
         "total_input_tokens": requests * length,
         "ids_sha1": hashlib.sha1(json.dumps(list(tokens)).encode()).hexdigest()[:12],
         "distinct_ids": len({token for each in tokens for token in each}),
@@ -303,13 +305,13 @@ def check_rows(server: Server, strategy: str | None) -> dict:
     return {"written": written, "zero": zero}
 
 
-def gaps(server: Server, length: int, limit_s: float) -> dict:
+def gaps(server: Server, length: int, out: int, limit_s: float) -> dict:
     """One more greedy request of one load, untimed: its tokens, and at each step how far the most
     likely token is before the second, in log probability. Where two sides first differ, a small
     gap says that rounding decided."""
     body = {
         "input_ids": prompts(1, length)[0],
-        "sampling_params": {"temperature": 0, "max_new_tokens": OUTPUT_TOKENS, "ignore_eos": True},
+        "sampling_params": {"temperature": 0, "max_new_tokens": out, "ignore_eos": True},
         "return_logprob": True,
         "top_logprobs_num": 2,
     }
@@ -394,6 +396,7 @@ def identity(a: argparse.Namespace) -> dict:
         "pool_tokens": a.pool_tokens,
         "loads": [list(load) for load in a.loads],
         "repeats": a.repeats,
+        "output_tokens": a.output_tokens,
         "revision": revision or None,
         "versions": json.loads(_output([a.python, "-c", code]) or "{}"),
         "command": server_command(a, a.model_path or MODEL, "KV_CACHE_DTYPE", "PORT"),
@@ -483,7 +486,8 @@ def one_side(name: str, run: dict, a: argparse.Namespace, running: list[Server])
         lines, kept = [], {}
         for requests, length in a.loads:
             for repeat in range(a.repeats + 1):  # the first is the warm-up of its shape
-                line, tokens = one_load(server, requests, length, a.request_limit)
+                out = a.output_tokens if repeat else min(WARM_UP_TOKENS, a.output_tokens)
+                line, tokens = one_load(server, requests, length, out, a.request_limit)
                 check_tokens(tokens, f"{name}, {requests} x {length}")
                 head = {"run": run["id"], "mode": name, "page_size": a.page_size, "repeat": repeat}
                 head |= {"warm_up": repeat == 0, "written_by": "scripts/server_bench.py"}
@@ -493,7 +497,9 @@ def one_side(name: str, run: dict, a: argparse.Namespace, running: list[Server])
             timed = [one_time(x) for x in timed if x["random_input_len"] == length and x["repeat"]]
             say(f"{name}: {requests} x {length}: {statistics.median(timed):.2f} ms a token")
             if requests == 1:
-                kept[f"{requests}x{length}"]["greedy"] = gaps(server, length, a.request_limit)
+                kept[f"{requests}x{length}"]["greedy"] = gaps(
+                    server, length, a.output_tokens, a.request_limit
+                )
         used = _output(
             ["nvidia-smi", "--query-gpu=memory.used,clocks.sm", "--format=csv,noheader,nounits"]
         )
@@ -574,6 +580,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     p.add_argument("--page-size", type=int, default=1, choices=(1, 64))
     p.add_argument("--loads", default=",".join(f"{r}x{n}" for r, n in LOADS))
     p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--output-tokens", type=int, default=64, help="per request, 2 or more")
     p.add_argument("--pool-tokens", type=int, default=POOL_TOKENS)
     p.add_argument("--limit", type=float, help="seconds of this call: no side begins that may not")
     p.add_argument(
@@ -601,8 +608,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         p.error(f"no side {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
     if a.model_path and not a.model:
         p.error("--model-path needs --model, the lab's name of it (data/models), for predictions")
-    if a.repeats < 1:
-        p.error("--repeats must be 1 or more")
+    if a.repeats < 1 or a.output_tokens < 2:
+        p.error("--repeats must be 1 or more, --output-tokens 2 or more")
     a.loads = [tuple(map(int, load.split("x"))) for load in a.loads.split(",")]
     return a
 

@@ -14,13 +14,17 @@ from shadowkv_lab.kernels.reference import FP8_MAX
 @triton.jit
 def append_kernel(
     rows,
+    tail,
     slots,
     fp8,
     bf16,
     counters,
     stride,
+    tail_stride,
     S,
+    FIRST: tl.constexpr,
     MAX: tl.constexpr,
+    HEAD: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     HAS_FP8: tl.constexpr,
@@ -30,8 +34,10 @@ def append_kernel(
 ):
     """One program per row of D values, padded to WIDTH lanes; rows are `stride` values apart.
 
-    Where rows share a slot the last one is written and no other, so that both buffers keep the
-    same one. A row for a slot outside the S rows is not written, but counted in counter LOST.
+    The first HEAD values of a row lie in `rows`, the others in `tail`. Where rows share a slot the
+    last one is written and no other, so that both buffers keep the same one. A row for a slot
+    outside the S rows is not written, but counted in counter LOST; one for a slot below FIRST is
+    neither written nor counted.
     """
     r = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -44,12 +50,18 @@ def append_kernel(
     known = (slot >= 0) & (slot < S)
     tl.atomic_add(counters + LOST, 1, mask=~known)
     inside = lane < D
-    raw = tl.load(rows + r * stride + lane, mask=inside, other=0.0)
+    raw = tl.load(rows + r * stride + lane, mask=lane < HEAD, other=0.0)
+    if HEAD < D:
+        rest = tl.load(
+            tail + r * tail_stride + lane - HEAD, mask=inside & (lane >= HEAD), other=0.0
+        )
+        raw = tl.where(lane < HEAD, raw, rest)
     value = raw.to(tl.float32)
     size = tl.abs(value)
     finite = size < float("inf")  # false for NaN as well
     unfinite = tl.sum((~finite).to(tl.int32))
-    written = inside & (tl.where(known, later, 1) + tl.zeros([WIDTH], tl.int32) == 0)
+    keeps = tl.where(known & (slot >= FIRST), later, 1)
+    written = inside & (keeps + tl.zeros([WIDTH], tl.int32) == 0)
     if unfinite > 0:
         tl.atomic_add(counters + 1, unfinite)
     if HAS_FP8:
@@ -74,34 +86,43 @@ def append(
     bf16: torch.Tensor | None,
     counters: torch.Tensor,
     exact: bool = True,
+    tail: torch.Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Write `rows` [R, D] (BF16) to `slots` [R] (int32 or int64) of `fp8` and/or `bf16` [S, D].
 
-    As `reference.append`, in one launch and without a host sync; rows may lie apart. Of rows for
-    one slot the last is kept. Rows for slots that do not exist are counted, in the third of
-    `counters` where there are three, else with the values that are not finite. Raises
-    `OutOfRange` for a tensor of another type, shape or stride.
+    As `reference.append`, in one launch and without a host sync; rows may lie apart, and their
+    last values in `tail`. Of rows for one slot the last is kept. Rows for slots that do not exist
+    are counted, in the third of `counters` where there are three, else with the values that are
+    not finite. Raises `OutOfRange` for a tensor of another type, shape or stride.
     """
-    count, width = rows.shape
+    parts = (rows,) if tail is None else (rows, tail)
+    count, width = len(rows), sum(part.shape[1] for part in parts)
     buffers = [buffer for buffer in (fp8, bf16) if buffer is not None]
-    if rows.stride(1) != 1:
-        door.need("The rows", rows, (torch.bfloat16,), None, None)
-    door.need("A row", rows[0], (torch.bfloat16,), width)
+    for name, part in zip(("The rows", "Their tail"), parts, strict=False):
+        if part.stride(1) != 1 or part.dtype != torch.bfloat16 or len(part) != count:
+            door.need(name, part, (torch.bfloat16,), count, None)
     door.need("The list of slots", slots, door.INDICES, count)
     for buffer, kind in ((fp8, door.FP8), (bf16, torch.bfloat16)):
         if buffer is not None:
             door.need("The buffer", buffer, (kind,), len(buffers[0]), width)
     door.need("The counters", counters, (torch.int32,), None)
     door.room("The counters", len(counters), 2)
+    if not count:
+        return
     append_kernel[(count,)](
         rows,
+        parts[-1],
         slots,
         fp8,
         bf16,
         counters,
         rows.stride(0),
+        parts[-1].stride(0),
         len(buffers[0]),
+        FIRST=first,
         MAX=FP8_MAX,
+        HEAD=rows.shape[1],
         D=width,
         WIDTH=triton.next_power_of_2(width),
         HAS_FP8=fp8 is not None,

@@ -32,13 +32,21 @@ def append(
     bf16: torch.Tensor | None,
     counters: torch.Tensor,
     exact: bool = True,
+    tail: torch.Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Write `rows` [R, D] (BF16) to `slots` [R] (int64) of one layer's buffers [S, D].
 
     With both buffers the BF16 one is the FP8 one's shadow: `bf16(fp8(row))` when `exact`, else
-    the row itself. `counters` (int32 [2]) gains the values clipped at +-448 and the NaN or Inf
-    values seen; no host sync, so a captured graph can run it.
+    the row itself. `tail` [R, E] holds the last E values of each row where they lie elsewhere;
+    `rows` are [R, D - E] then. Slots below `first` are not written: padding goes there.
+    `counters` (int32 [2]) gains the values clipped at +-448 and the NaN or Inf values seen; no
+    host sync, so a captured graph can run it, unless `first` leaves rows out.
     """
+    if tail is not None:
+        rows = torch.cat([rows, tail], 1)
+    if first:
+        rows, slots = rows[slots >= first], slots[slots >= first]
     if fp8 is None:
         bf16.index_copy_(0, slots, rows)
         counters[1:] += (~rows.isfinite()).sum().int()

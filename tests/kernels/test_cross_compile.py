@@ -40,9 +40,11 @@ found = {}
 found["cast"] = compiled(widen.cast_kernel, dict(source="*fp8e4nv", target="*bf16", count="i64"),
                          dict(VALUES=widen.VALUES), 4)
 rows = dict(rows="*bf16", slots="*i64", fp8="*fp8e4nv", bf16="*bf16", counters="*i32",
-            stride="i32", S="i32")
-found["append"] = compiled(append.append_kernel, rows, dict(
-    MAX=448.0, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True, LOST=1), 4)
+            tail="*bf16", stride="i32", tail_stride="i32", S="i32")
+for head in (512, 576):
+    found[f"append {head}"] = compiled(append.append_kernel, rows, dict(
+        FIRST=1, MAX=448.0, HEAD=head, D=576, WIDTH=1024, HAS_FP8=True, HAS_BF16=True, EXACT=True,
+        LOST=1), 4)
 uses = ("*i64", True, False), ("*i32", True, True), ("*i64", False, False)
 for slots, gather, on_device in uses:
     found[f"widen {slots} {gather} {on_device}"] = compiled(

@@ -145,6 +145,23 @@ def test_append_reads_rows_that_lie_apart_and_keeps_the_last_of_a_slot(device):
     assert (bf16[[1, 3, 4, 6, 7]] == 7).all() and unharmed(fp8_whole) and unharmed(bf16_whole)
 
 
+@pytest.mark.parametrize("function", [append.append, reference.append])
+def test_append_joins_a_row_from_its_two_parts_and_leaves_padding_out(device, function):
+    """As SGLang holds a new row: the latent, and the rope part a slice of a wider activation."""
+    whole_rows = some_fp8(4, device, 6).bfloat16()
+    latent, rope = whole_rows[:, :512].contiguous(), whole_rows.repeat(1, 2)[:, 512:576]
+    slots = torch.tensor([5, 0, 2, 0], device=device)
+    fp8, fp8_whole = guarded(8, 576, device, FP8)
+    bf16, bf16_whole = guarded(8, 576, device)
+    counters = torch.zeros(2, dtype=torch.int32, device=device)
+    function(latent, slots, fp8, bf16, counters, tail=rope, first=1)
+    for slot, row in ((5, 0), (2, 2)):
+        assert torch.equal(fp8[slot].bfloat16(), whole_rows[row])
+        assert torch.equal(bf16[slot], whole_rows[row])
+    assert (bf16[[0, 1, 3, 4, 6, 7]] == 7).all() and not counters.any()
+    assert unharmed(fp8_whole) and unharmed(bf16_whole)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_append_counts_rows_for_slots_that_do_not_exist_and_writes_none(device, size):
     rows = torch.ones(3, 576, device=device).bfloat16()
@@ -197,6 +214,10 @@ def test_the_door_refuses_what_a_kernel_would_misread(device):
     refused(append.append, rows, slots, e5m2, out, counters)
     refused(append.append, rows, slots, fp8, out[:4], counters)
     refused(append.append, rows, slots, fp8, out, counters[:1])
+    head = rows[:, :512]
+    refused(append.append, head, slots, fp8, out, counters, True, rows[:3, 512:])
+    refused(append.append, head, slots, fp8, out, counters, True, rows[:, 500:])
+    refused(append.append, head, slots, fp8, out, counters, True, rows[:, 512:].float())
     assert not out.any(), "refused before anything is written"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worlds import attached, exact, layer, pool, runner
+from worlds import FP8, attached, exact, layer, pool, runner
 
 from shadowkv_lab.errors import WrongResult
 
@@ -59,7 +59,7 @@ def test_mirror_is_the_pool_after_any_writes(chosen, kind, start):
         attached(real)
         for i, (write, at, which, size) in enumerate(steps):
             apply(real, write, at, which, size, seed + i)
-            assert exact(real, real._shadowkv.mirror), write
+            assert exact(real, real._shadowkv.copies), write
         real._shadowkv.check()
 
     run()
@@ -70,7 +70,7 @@ def test_rows_written_before_the_backend_was_made_are_mirrored(chosen):
     real = pool()
     apply(real, "row", [3, 4], 1, 1.0, 0)
     attached(real)
-    assert real.kv_buffer[1].any() and exact(real, real._shadowkv.mirror)
+    assert real.kv_buffer[1].any() and exact(real, real._shadowkv.copies)
 
 
 def test_only_the_chosen_layers_are_mirrored(chosen):
@@ -79,9 +79,31 @@ def test_only_the_chosen_layers_are_mirrored(chosen):
     view = attached(real).token_to_kv_pool._shadowkv.views[True]
     for which in range(3):
         apply(real, "parts", [7], which, 1.0, which)
-    assert set(real._shadowkv.mirror) == {0, 2} and exact(real, real._shadowkv.mirror)
+    assert set(real._shadowkv.copies) == {0, 2} and exact(real, real._shadowkv.copies)
     assert view.get_key_buffer(0).dtype == torch.bfloat16
     assert view.get_key_buffer(1).data_ptr() == real.kv_buffer[1].data_ptr()
+
+
+@pytest.mark.parametrize("strategy", ["shadow", "fused_fp8"])
+def test_parts_are_stored_in_one_call_as_sglang_stores_them(chosen, monkeypatch, strategy):
+    """The same bytes as `.to(float8_e4m3fn)`, and nothing of SGLang's own write."""
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    chosen(strategy)
+    real = pool()
+    attached(real)
+    rows = torch.randn(5, 1, 576, generator=torch.Generator().manual_seed(3)).bfloat16() * 30
+    at = torch.tensor([9, 0, 4, 120, 0])
+
+    def never(*_):
+        raise AssertionError("SGLang's own write")
+
+    monkeypatch.setattr(MLATokenToKVPool, "_write_mla_kv_buffer", never)
+    real.set_mla_kv_buffer(layer(2), at, rows[..., :512], rows[..., 512:])
+    stored = real.kv_buffer[2].view(FP8).flatten(1)
+    wanted = rows[[0, 2, 3], 0].to(FP8).view(torch.uint8)
+    assert torch.equal(stored[[9, 4, 120]].view(torch.uint8), wanted)
+    assert not stored[0].view(torch.uint8).any() and not real.kv_buffer[1].any()
 
 
 def test_a_write_past_the_class_is_caught_by_the_self_check(chosen):
@@ -120,5 +142,5 @@ def test_nan_rows_are_no_false_alarm(chosen):
     attached(real)
     rows = torch.full((1, 1, 576), float("nan"), dtype=torch.bfloat16)
     real.set_kv_buffer(layer(0), torch.tensor([9]), rows, None)
-    assert real._shadowkv.mirror[0][9].isnan().all()
+    assert real._shadowkv.copies[0][9].isnan().all()
     real._shadowkv.check()

@@ -41,7 +41,7 @@ def test_sglangs_registry_reports_every_hook_as_applied(sglang):
 
 
 @pytest.mark.parametrize(
-    "strategy, count", [("full_cast", 1), ("vector_cast", 4), ("gather_cast", 5), ("fused_fp8", 5)]
+    "strategy, count", [("full_cast", 1), ("vector_cast", 5), ("gather_cast", 6), ("fused_fp8", 6)]
 )
 def test_every_strategys_targets_are_in_sglang(sglang, strategy, count):
     from shadowkv_lab.server.plugin import Settings, hooks

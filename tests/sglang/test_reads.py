@@ -88,7 +88,7 @@ def test_shadow_hands_over_the_mirror_itself(chosen, case):
     made = attached(real, wrapper)
     replay(made, wrapper, slots)
     step(made, q)
-    assert wrapper.ckv.data_ptr() == real._shadowkv.mirror[1].data_ptr()
+    assert wrapper.ckv.data_ptr() == real._shadowkv.copies[1].data_ptr()
     assert real.get_key_buffer(1).data_ptr() == real.kv_buffer[1].data_ptr()
     assert real.get_key_buffer(1).dtype == torch.float8_e4m3fn
 
@@ -113,7 +113,7 @@ def test_a_decode_step_writes_first_and_mirrors_what_it_wrote(chosen, case):
     )
     stored = real.kv_buffer[1][slots[:3]].view(torch.float8_e4m3fn)
     assert torch.equal(stored.float(), new.to(torch.float8_e4m3fn).float())
-    assert exact(real, real._shadowkv.mirror)
+    assert exact(real, real._shadowkv.copies)
 
 
 def test_gather_reads_live_rows_from_the_front_of_its_scratch(chosen, case):

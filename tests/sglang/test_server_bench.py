@@ -34,7 +34,7 @@ def test_the_servers_command_is_sglang_s(sglang, bench, page, more):
         assert (found.max_total_tokens, found.tp_size) == (495_616, 8 if more else 1)
         assert (found.load_format == "dummy") == (not more)
         assert found.cuda_graph_bs_decode == [1, 2, 4, 8, 16, 32]
-        longest = max(length for _, length in a.loads) + bench.OUTPUT_TOKENS
+        longest = max(length for _, length in a.loads) + a.output_tokens
         assert found.context_length > longest and not found.enable_dp_attention
 
 

@@ -283,7 +283,7 @@ class Life:
         assert 0 not in live and len(set(live)) == len(live)
         for number in range(LAYERS):
             wanted = torch.stack([mirrored(tokens, number) for tokens in live.values()])
-            found = self.real._shadowkv.mirror[number][slots].view(torch.int16)
+            found = self.real._shadowkv.copies[number][slots].view(torch.int16)
             assert torch.equal(found, wanted), f"layer {number}"
 
     OPERATIONS = dict(start=4, step=8, finish=3, retract=2, resume=3, abort=1, evict=1)

@@ -33,11 +33,11 @@ def targets(settings: Settings) -> dict[str, tuple[str, object]]:
         f"{BACKEND}.__init__": ("AFTER", attach),
         f"{BACKEND}.forward_decode": ("AROUND", decode),
         f"{BACKEND}.forward_extend": ("AROUND", extend),
+        f"{POOL}.set_mla_kv_buffer": ("AROUND", write),
     }
     if settings.strategy == "shadow":
         found |= {
             f"{POOL}.set_kv_buffer": ("AFTER", wrote),
-            f"{POOL}.set_mla_kv_buffer": ("AFTER", wrote),
             f"{POOL}.move_kv_cache": ("AFTER", moved),
             f"{POOL}.load_cpu_copy": ("AFTER", loaded),
             ROOM: ("AFTER", found_room),
@@ -147,8 +147,21 @@ def reader_of(pool: object) -> Reader | None:
     return getattr(pool, "_shadowkv", None)
 
 
+def write(original, pool, layer, loc_info, nope, rope, layer_id_override=None):
+    """Around `set_mla_kv_buffer`: rows in BF16 are converted, stored and mirrored in one launch."""
+    reader = reader_of(pool)
+    number = layer.layer_id if layer_id_override is None else layer_id_override
+    slots = getattr(loc_info, "loc", loc_info)
+    if reader and nope.dtype == rope.dtype == torch.bfloat16:
+        reader.write(number, slots.reshape(-1).contiguous(), nope.flatten(1), rope.flatten(1))
+        return
+    original(pool, layer, loc_info, nope, rope, layer_id_override)
+    if reader:  # rows that came in FP8
+        reader.wrote(number, slots)
+
+
 def wrote(_result, pool, layer, loc_info, *_rows, layer_id_override=None, **_more) -> None:
-    """After `set_kv_buffer` and `set_mla_kv_buffer`."""
+    """After `set_kv_buffer`."""
     if reader := reader_of(pool):
         if layer_id_override is None and len(_rows) > 2:
             layer_id_override = _rows[2]

@@ -34,6 +34,8 @@ class Reader:
 
     def __init__(self, pool: object, chosen: Settings):
         self.pool, self.chosen = pool, chosen
+        self.copies: dict[int, torch.Tensor] = {}  # by layer, BF16: what each write keeps up
+        self.counters = torch.zeros(2, dtype=torch.int32, device=self.stored(self.layers[0]).device)
         self.views = {decoding: PoolView(self, decoding) for decoding in (False, True)}
 
     @property
@@ -49,8 +51,27 @@ class Reader:
         """The rows that attention of a layer reads, [S, 1, 576]."""
         return self.pool.get_key_buffer(layer)
 
+    def write(
+        self, layer: int, slots: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor
+    ) -> None:
+        """Write new rows, nope [R, 512] and rope [R, 64], and what is kept beside them.
+
+        In one launch where SGLang takes three: it converts both parts before it stores them. Like
+        SGLang's own kernel it leaves out slot 0, the padding's. Values beyond +-448 saturate, which
+        `.to(float8_e4m3fn)` does from torch 2.13 on; before it they become NaN.
+        """
+        mover("append", slots.device)(
+            nope,
+            slots,
+            self.stored(layer),
+            self.copies.get(layer),
+            self.counters,
+            tail=rope,
+            first=1,
+        )
+
     def wrote(self, layer: int, slots: torch.Tensor) -> None:
-        """Told after a write of `slots` of one layer."""
+        """Told after a write of `slots` of one layer by SGLang itself."""
 
     def wrote_all(self, slots: torch.Tensor) -> None:
         """Told after a write of `slots` of every layer."""
@@ -71,29 +92,28 @@ class Shadow(Reader):
 
     def __init__(self, pool: object, chosen: Settings):
         super().__init__(pool, chosen)
-        self.mirror = {}
         for layer in filter(chosen.covers, self.layers):
             stored = self.stored(layer)
             copy = torch.empty(stored.shape, dtype=torch.bfloat16, device=stored.device)
             mover("cast", stored.device)(stored, copy)
-            self.mirror[layer] = copy
+            self.copies[layer] = copy
 
     def read(self, layer, decoding):
-        if layer not in self.mirror:
+        if layer not in self.copies:
             return super().read(layer, decoding)
-        return self.mirror[layer].unsqueeze(1)
+        return self.copies[layer].unsqueeze(1)
 
     def wrote(self, layer, slots):
-        if layer in self.mirror:
+        if layer in self.copies:
             refresh = mover("refresh", slots.device)
-            refresh(self.stored(layer), slots.reshape(-1).contiguous(), self.mirror[layer])
+            refresh(self.stored(layer), slots.reshape(-1).contiguous(), self.copies[layer])
 
     def wrote_all(self, slots):
-        for layer in self.mirror:
+        for layer in self.copies:
             self.wrote(layer, slots)
 
     def check(self):
-        for layer, copy in self.mirror.items():
+        for layer, copy in self.copies.items():
             stored = self.stored(layer)
             for start in range(0, len(stored), CHECK_ROWS):
                 part = slice(start, start + CHECK_ROWS)
