@@ -29,7 +29,7 @@ from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import synthetic
 from shadowkv_lab.steps import timing
-from shadowkv_lab.steps.measure import bandwidth
+from shadowkv_lab.steps.measure import bandwidth, named, release
 from shadowkv_lab.steps.step import Origin
 
 # What is reported; `tune` has shapes of its own. MIXED requests have prompts of the Azure trace.
@@ -121,26 +121,28 @@ def bench(
 
     Takes one pool of FP8 and BF16 rows (1,728 B per slot and layer) for all page sizes. No cell
     begins after `limit_s` seconds. A peer that cannot run, or fails, becomes a `Failure` and ends
-    nothing. Raises `CannotRun` on a machine without a GPU.
+    nothing, unless it leaves the GPU broken. Raises `CannotRun` then, and on a machine without a
+    GPU, and `DoesNotFit`.
     """
     check(device)
     begun, todo = time.monotonic(), cells(HEADS) if todo is None else todo
-    peak = bandwidth(device).copy_gb_per_s
-    with _compiling(device, any(cell.heads for cell in todo)):
-        progress("filling the pool", 0.0)
-        pool = make_pool(model, device, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
-    for i, cell in enumerate(todo):
-        if time.monotonic() - begun > limit_s:
-            return
-        progress(f"{cell.shape or 'cast, append, gather'}, {cell.heads} heads", i / len(todo))
-        found = []
-        for group in _decode(pool, cell) if cell.heads else _movers(pool):
-            ours = group[0][1].median_ms if isinstance(group[0], tuple) else None
-            found += [
-                timed if isinstance(timed, Failure) else _row(cell, timed, ours, peak)
-                for timed in group
-            ]
-        yield cell, found
+    with named(device):
+        peak = bandwidth(device).copy_gb_per_s
+        with _compiling(device, any(cell.heads for cell in todo)):
+            progress("filling the pool", 0.0)
+            pool = make_pool(model, device, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
+        for i, cell in enumerate(todo):
+            if time.monotonic() - begun > limit_s:
+                return
+            progress(f"{cell.shape or 'cast, append, gather'}, {cell.heads} heads", i / len(todo))
+            found = []
+            for group in _decode(pool, cell) if cell.heads else _movers(pool):
+                ours = None if isinstance(group[0], Failure) else group[0][1].median_ms
+                found += [
+                    timed if isinstance(timed, Failure) else _row(cell, timed, ours, peak)
+                    for timed in group
+                ]
+            yield cell, found
     progress("done", 1.0)
 
 
@@ -355,7 +357,7 @@ def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
         except Exception as failed:  # whatever it is, the others still count
             reason = f"{type(failed).__name__}: {failed}"[:400]
             group.append(Failure(name, cell.shape, cell.heads, page, cell.queries, reason))
-            torch.cuda.empty_cache()
+            release(device)
             continue
         stored = "bf16" if " bf16" in name else "fp8"
         moved = pool.layers * batch.live_tokens * pool.model.row_bytes(stored)
