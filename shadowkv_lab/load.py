@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from shadowkv_lab.errors import UnknownName
+from shadowkv_lab.errors import OutOfRange, UnknownName
 
 READS = ("dense", "dsa")
 
@@ -49,8 +49,8 @@ class Batch:
     """Static index buffers of `concurrency` requests with `lens[b]` live tokens each.
 
     The tensors keep their addresses and shapes for life, so that a captured CUDA graph stays
-    valid; `advance` changes their contents. Each request's last token is the one that the step
-    writes.
+    valid; `advance` changes their contents. The step writes each request's last token, or the last
+    `queries` ones, and as many query tokens attend.
     """
 
     page_size: int
@@ -59,7 +59,7 @@ class Batch:
     indptr: torch.Tensor  # int32 [B + 1], where each request's pages begin
     kv_len: torch.Tensor  # int32 [B], `lens` on the device
     live_slots: torch.Tensor  # int64 [live tokens], request by request
-    new_slots: torch.Tensor  # int64 [B], where this step's rows go
+    new_slots: torch.Tensor  # int64 [B * queries], where this step's rows go
     spare_pages: torch.Tensor  # int32 [turns, B], last pages to rotate through
     held_pages: torch.Tensor  # int64, CPU: all pages of the batch, each once
 
@@ -70,6 +70,11 @@ class Batch:
     @property
     def live_tokens(self) -> int:
         return sum(self.lens)
+
+    @property
+    def queries(self) -> int:
+        """Query tokens of each request: 1, more with MTP."""
+        return len(self.new_slots) // len(self.lens)
 
     def token_offsets(self) -> list[int]:
         """Where each request's tokens begin in `live_slots`; B + 1 numbers."""
@@ -90,13 +95,13 @@ class Batch:
         lens = self.kv_len.long()
         offset = (lens - 1) % self.page_size
         self.pages[self.indptr[1:].long() - 1] = spare.int()
-        self.new_slots.copy_(spare * self.page_size + offset)
         ends = lens.cumsum(0)
         within = torch.arange(self.page_size, device=spare.device)
         # Tokens past the new one do not exist: they are pointed at the new one, written alike.
         shift = torch.minimum(within[None, :], offset[:, None])
         place = (ends - 1 - offset)[:, None] + shift
         self.live_slots[place] = spare[:, None] * self.page_size + shift
+        self.new_slots.copy_(self.live_slots[_last(ends, self.queries)])
 
     def compact(self) -> "Batch":
         """The same requests over gathered rows: live token i lies in row i, page size 1."""
@@ -110,10 +115,15 @@ class Batch:
             indptr=torch.tensor(offsets, dtype=torch.int32, device=device),
             kv_len=self.kv_len,
             live_slots=rows,
-            new_slots=ends - 1,
+            new_slots=_last(ends, self.queries),
             spare_pages=(ends - 1).int()[None, :],
             held_pages=torch.empty(0, dtype=torch.int64),
         )
+
+
+def _last(ends: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the last `count` tokens of each request lie, that end at `ends` [B]."""
+    return (ends[:, None] + torch.arange(-count, 0, device=ends.device)).flatten()
 
 
 def make_batch(
@@ -122,8 +132,14 @@ def make_batch(
     spares: torch.Tensor,
     page_size: int,
     device: torch.device | str,
+    queries: int = 1,
 ) -> Batch:
-    """A batch from each request's page ids (int64, CPU) and its spare last pages [turns, B]."""
+    """A batch from each request's page ids (int64, CPU) and its spare last pages [turns, B].
+
+    Raises `OutOfRange` for a request of fewer tokens than `queries`.
+    """
+    if min(lens) < queries:
+        raise OutOfRange(f"{queries} query tokens of {min(lens)} live ones", "live tokens")
     within = torch.arange(page_size)
     slots = [
         (pages[:, None] * page_size + within).flatten()[:n]
@@ -137,7 +153,7 @@ def make_batch(
         indptr=indptr.to(device),
         kv_len=torch.tensor(lens, dtype=torch.int32).to(device),
         live_slots=torch.cat(slots).to(device),
-        new_slots=torch.stack([s[-1] for s in slots]).to(device),
+        new_slots=torch.cat([s[-queries:] for s in slots]).to(device),
         spare_pages=spares.int().to(device),
         held_pages=torch.unique(torch.cat([*pages_of, spares.flatten()])),
     )

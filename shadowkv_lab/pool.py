@@ -333,8 +333,8 @@ class Pool:
                         remedy="Something wrote the FP8 buffer past write, move and load",
                     )
 
-    def batch(self, concurrency: int, context: int) -> Batch:
-        """Allocate `concurrency` requests of `context` live tokens, the new one included.
+    def batch(self, concurrency: int, context: int, queries: int = 1) -> Batch:
+        """Allocate `concurrency` requests of `context` live tokens, `queries` new ones included.
 
         Raises `OutOfRange` for a context outside the model's positions, `DoesNotFit` where the
         requests exceed the free slots.
@@ -350,7 +350,7 @@ class Pool:
             pages, spares = taken[0].view(concurrency, size), taken[1].view(-1, concurrency)
             spares = spares if turns else pages[None, :, -1]
             lens = [context] * concurrency
-            return make_batch(list(pages), lens, spares, self.page_size, self.device)
+            return make_batch(list(pages), lens, spares, self.page_size, self.device, queries)
         except BaseException:  # a device out of memory, an interrupt: no page stays taken
             for pages in taken:
                 self.allocator.free(pages * self.page_size)

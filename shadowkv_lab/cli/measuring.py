@@ -81,6 +81,9 @@ def measure(
     page_size: int = 1,
     order: Annotated[str, typer.Option(help="Slot order: random or contiguous.")] = "random",
     reads: Reads = "dense",
+    tokens_per_step: Annotated[
+        int, typer.Option(help="Query tokens per request: 1, more with MTP.")
+    ] = 1,
     modes: Annotated[str, typer.Option(help="On a GPU: graph,eager.")] = "graph,eager",
     pool_file: Annotated[Path | None, typer.Option(help="Rows from a pool file.")] = None,
     seed: int = 0,
@@ -109,6 +112,7 @@ def measure(
         seed=seed,
         modes=tuple(mode.strip() for mode in modes.split(",")),
         reads=reads,
+        tokens_per_step=tokens_per_step,
     )
     if pool_file:
         from shadowkv_lab.sources import poolfile
@@ -133,6 +137,7 @@ def measure(
     for row in rows:
         row["kept_gib"] = row["kept_bytes"] / 2**30
         row["load"] = f"{row['concurrency']} x {row['context']:,}"
+        row["load"] += f", {tokens_per_step} tokens each" if tokens_per_step > 1 else ""
     console.print(f"{shape.name}, {bench.heads} heads, on {runs[0].origin.device}: measured")
     columns = "strategy mode pool_tokens load step_ms step_spread_ms cast_ms attention_ms write_ms"
     columns += " index_ms top_k_ms" if reads == "dsa" else ""
@@ -153,13 +158,22 @@ def bench_kernels(
     heads: Annotated[
         str | None, typer.Option(help="Head counts: 8,16,32,64,128; with --tune the table's.")
     ] = None,
+    pages: Annotated[str, typer.Option(help="Page sizes, up to 64, the first first.")] = "64,1",
+    queries: Annotated[str, typer.Option(help="Query tokens per request: 1, with MTP 2,4.")] = "1",
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds after which no other shape begins.")
+    ] = None,
     tune: Annotated[bool, typer.Option(help="Remake this GPU's launch table instead.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Write rows and origin to this file.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Write rows to this file, as they come; one of this GPU goes on."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time each kernel beside its peers and this run's copy bandwidth."""
     from shadowkv_lab import machine
-    from shadowkv_lab.files import ready, write
+    from shadowkv_lab.errors import whole
+    from shadowkv_lab.files import ready
     from shadowkv_lab.model import load_model
     from shadowkv_lab.steps import bench as kernels
     from shadowkv_lab.steps import measure as decode
@@ -174,21 +188,26 @@ def bench_kernels(
         if tune:
             console.print(f"wrote {tuning.tune(shape, where, counts, report)}")
             return
-        found = kernels.bench(shape, where, pool_tokens, counts or kernels.HEADS, progress=report)
-        rows = kernels.as_dicts(found)
-    origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
-    text = json.dumps({"schema": 1, "origin": origin, "rows": rows}, indent=1)
-    if record:
-        write(record, text + "\n")
+        sizes = [whole(n, "Page size", 1, max(kernels.PAGES)) for n in integers(pages, "pages")]
+        todo = kernels.cells(counts or kernels.HEADS, sizes, integers(queries, "queries"))
+        kernels.check(where)
+        log = kernels.Log(origin_of(where, *decode.bandwidth(where)), record)
+        todo = [cell for cell in todo if cell not in log.cells]
+        seconds = float("inf") if limit is None else limit
+        for cell, found in kernels.bench(shape, where, pool_tokens, todo, seconds, report):
+            log.add(cell, found)
     if as_json:
-        typer.echo(text)
+        typer.echo(log.text)
         return
+    origin, rows = log.entry["origin"], log.entry["rows"]
     console.print(
         f"{shape.name}, {pool_tokens:,} slots, on {origin['device']}; copy bandwidth "
         f"{origin['copy_gb_per_s']:,.0f} GB/s"
     )
-    columns = "kernel shape heads page_size ms gb_per_s of_copy error ratio plan_ms"
+    columns = "kernel shape heads page_size queries ms gb_per_s of_copy error ratio plan_ms"
     show(rows, columns.split())
+    if failed := log.entry["failed"]:
+        show(failed, {"kernel": "", "shape": "", "heads": "", "page_size": "", "reason": "failed"})
 
 
 @bench.command("serving")

@@ -23,7 +23,6 @@ from shadowkv_lab.steps.predict import resized
 from shadowkv_lab.steps.rest import Rest
 from shadowkv_lab.steps.step import NOISY, PHASES, Step, append, recorded, replays
 from shadowkv_lab.strategies import parse, parse_list
-from shadowkv_lab.strategies.check import TOLERANCE
 from shadowkv_lab.strategies.step import DecodeStep
 
 CPU_POOL_TOKENS = 4096  # all layers of GLM-5, four strategies: 41 s on two shared cores
@@ -163,7 +162,7 @@ def measure_here(
         strategies = [*ASKED, *(ON_A_GPU if bench.device.type == "cuda" else ())]
     runs, checks = [], []
     for strategy in parse_list(list(strategies)):
-        what = f"{strategy.label}: output within {TOLERANCE:.0e} of float64"
+        what = f"{strategy.label}: output within {strategy.tolerance:.0e} of float64"
         try:
             run = list(decode.measure(bench, [strategy], [pool_tokens], [(1, context)]))[-1]
         except WrongResult as error:
@@ -174,7 +173,7 @@ def measure_here(
             continue
         runs.append(run)
         keep(run)
-        checks.append(Check(what, run.error <= TOLERANCE, f"{run.error:.1e}"))
+        checks.append(Check(what, run.error <= strategy.tolerance, f"{run.error:.1e}"))
     return runs, checks
 
 

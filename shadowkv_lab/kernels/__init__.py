@@ -18,6 +18,7 @@ from shadowkv_lab.load import Batch
 from shadowkv_lab.machine import version_of
 from shadowkv_lab.model import Model
 
+QUERIES = ("bf16", "fp8")  # what our own decode multiplies queries as
 BACKENDS = ("auto", "reference", "flashinfer_fa2", "flashinfer_fa3")
 
 
@@ -33,12 +34,15 @@ class Attention(Protocol):
         """Attend over `kv` [S, row] into `out` [B, H, rank]; no host sync."""
 
 
-def attention(reads: str, device: torch.device, backend: str = "auto") -> Attention:
+def attention(
+    reads: str, device: torch.device, backend: str = "auto", query: str = "bf16"
+) -> Attention:
     """The attention kernel for what a strategy reads ("bf16", "native_fp8" or "fused_fp8").
 
     `backend` chooses who reads BF16. "auto" is flashinfer on a GPU and the reference on a CPU;
     where flashinfer is missing, `CannotRun` names the remedy instead of falling back.
-    "reference" reads whatever is stored, anywhere.
+    "reference" reads whatever is stored, anywhere. `query` is what "fused_fp8" multiplies queries
+    as; the reference takes them as they are.
     """
     if backend not in BACKENDS:
         raise UnknownName("backend", backend, BACKENDS)
@@ -46,7 +50,7 @@ def attention(reads: str, device: torch.device, backend: str = "auto") -> Attent
     if backend == "reference" or on_a_cpu:
         return reference.ReferenceAttention()
     if reads == "fused_fp8":
-        return _triton("decode", device).FusedDecode()
+        return _triton("decode", device).FusedDecode(query=query)
     flashinfer = importlib.import_module("shadowkv_lab.kernels.flashinfer")
     variant = backend.removeprefix("flashinfer_")
     return flashinfer.FlashInferAttention(variant, reads, device)

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shadowkv_lab.errors import OutOfRange
-from shadowkv_lab.kernels import door, nvrtc
+from shadowkv_lab.errors import OutOfRange, UnknownName
+from shadowkv_lab.kernels import QUERIES, door, nvrtc
 from shadowkv_lab.kernels.decode_pairs import pairs_kernel
 from shadowkv_lab.kernels.decode_words import RANK, ROPE, words_kernel
 from shadowkv_lab.kernels.launch import LaunchRow, launch_row, multiprocessors
@@ -110,14 +110,21 @@ class FusedDecode:
     """`fused_fp8`'s attention: plan once for a batch, run once a layer, no host sync.
 
     `partials` holds one layer's partial results, by shape; decodes that never run at once may
-    share them.
+    share them. With `query="fp8"` queries are rounded to e4m3, each head scaled by a power of two
+    of its own, as FlashMLA's FP8 decode rounds them: scores then come from Hopper's FP8 matrix
+    instructions where the CUDA kernel runs, and from FP16 ones elsewhere.
     """
 
-    name = "lab_fused_fp8"
-
-    def __init__(self, partials: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None):
+    def __init__(
+        self,
+        partials: dict[tuple, tuple[torch.Tensor, torch.Tensor]] | None = None,
+        query: str = "bf16",
+    ):
+        if query not in QUERIES:
+            raise UnknownName("query type", query, QUERIES)
         self.partials = {} if partials is None else partials
-        self.table = None
+        self.table, self.eight = None, query == "fp8"
+        self.name = "lab_fused_fp8" + "(query=fp8)" * self.eight
 
     def plan(
         self,
@@ -127,6 +134,7 @@ class FusedDecode:
         *,
         queries: int = 1,
         scaled: bool = False,
+        packed: bool = False,
         row: LaunchRow | None = None,
         fixed: bool = False,
         **_: object,
@@ -134,10 +142,11 @@ class FusedDecode:
         """Choose launch parameters (the table's, or `row`), cut the work, allocate partials.
 
         `queries` tokens per request attend, the last `queries` of its live tokens, each to those
-        up to itself. `scaled` says that `run` will be given scales of groups. `fixed` makes grid
-        and buffers depend on the number of requests alone: a captured graph stays valid when the
-        same object is planned again for as many requests of other lengths. Work items to spare
-        then repeat the first token of request 0, and nobody reads them.
+        up to itself. `scaled` says that `run` will be given scales of groups, `packed` that rows
+        of 656 bytes (fp8_ds_mla) have them inside. `fixed` makes grid and buffers depend on the
+        number of requests alone: a captured graph stays valid when the same object is planned
+        again for as many requests of other lengths. Work items to spare then repeat the first
+        token of request 0, and nobody reads them.
         """
         device, lens = batch.pages.device, batch.lens
         if min(lens) < queries:
@@ -148,8 +157,11 @@ class FusedDecode:
         # Of a fixed grid the pages come later, without a sync.
         self.slots = 0 if fixed else slots_named(batch)
         self.row = row or launch_row(
-            device, self.rows, len(lens), live, page_size=batch.page_size, scaled=scaled
+            device, self.rows, len(lens), live, page_size=batch.page_size, scaled=scaled or packed
         )
+        if packed and self.row.kernel == "warps":
+            raise OutOfRange("The CUDA kernel for packed rows", "a row of a Triton kernel")
+        self.packed = packed
         self.tiles = triton.cdiv(self.rows, self.row.tile)
         programs = self.row.blocks_per_sm * multiprocessors(device)
         most = max(len(lens), programs // self.tiles)
@@ -181,7 +193,7 @@ class FusedDecode:
         if self.row.kernel == "warps":  # no graph can be captured while it is compiled
             if batch.page_size & (batch.page_size - 1):
                 raise OutOfRange(f"Page size {batch.page_size}", "a power of two")
-            self.kernel = warps_kernel(self.row.tile, device)
+            self.kernel = warps_kernel(self.row.tile, self.eight, device)
 
     def _upload(self, device: torch.device, *parts: list[int], keep: bool) -> None:
         """Work items, splits and page offsets in one copy that does not block; `keep` its place."""
@@ -205,11 +217,12 @@ class FusedDecode:
         """Attend over FP8 `kv` [S, 576] into `out` [B, H, 512], or [B, queries, H, 512].
 
         `scale` is the pool's per-tensor scale. `scales` [S, 4] (float32) are scales of the latent
-        part's groups of 128; the rope part then has none. Raises `OutOfRange` for a tensor of
+        part's groups of 128; the rope part then has none. Of a plan for packed rows `kv` is
+        [S, 656], uint8 or e4m3, and has all that it needs. Raises `OutOfRange` for a tensor of
         another type, shape or stride, and for rows that the page table names and `kv` lacks.
         """
         self._check(q_nope, q_pe, kv, out, scales)
-        latent_scale = 1.0 if scales is not None else scale
+        latent_scale = 1.0 if scales is not None or self.packed else scale
         sm_log2e = self.sm_scale * latent_scale * LOG2E
         if self.direct:
             self._read(q_nope, q_pe, kv, scales, sm_log2e, out, latent_scale)
@@ -248,13 +261,17 @@ class FusedDecode:
         door.need("q_nope", q_nope, kinds, requests, *rows, RANK.value)
         door.need("q_pe", q_pe, kinds, requests, *rows, ROPE.value)
         door.need("The output", out, (*kinds, torch.float32), requests, *rows, RANK.value)
-        door.need("The pool", kv, (door.FP8,), None, RANK.value + ROPE.value)
+        if self.packed:
+            door.need("The packed pool", kv, (torch.uint8, door.FP8), None, door.PACKED_ROW)
+        else:
+            door.need("The pool", kv, (door.FP8,), None, RANK.value + ROPE.value)
         door.room("The pool", len(kv), self.slots)
         for name, tensor in (("q_nope", q_nope), ("q_pe", q_pe), ("The pool", kv)):
-            if tensor.data_ptr() % 16:  # copied 16 bytes at a time
-                raise OutOfRange(f"{name} begins at {tensor.data_ptr() % 16} of 16 bytes", "0")
+            door.aligned(name, tensor, 16)  # copied 16 bytes at a time
         if scales is None:
             return
+        if self.packed:
+            raise OutOfRange("Scales beside packed rows", "None: these have their own")
         door.need("The scales", scales, (torch.float32,), len(kv), 4)
         if self.row.kernel == "warps":
             raise OutOfRange(
@@ -286,10 +303,14 @@ class FusedDecode:
         else:
             kernel, unit = words_kernel, torch.int32
             options = {"VECTOR": row.vector, "PIPE": row.pipe, "num_stages": 1}
+        rope = None
+        if self.packed:  # the same bytes as BF16, and as float32 from the first scale on
+            rope, scales = kv.view(torch.bfloat16), kv.view(torch.float32)[:, RANK.value // 4 :]
         kernel[grid](
             q_nope,
             q_pe,
             kv.view(unit),
+            rope,
             scales,
             *buffers,
             sm_log2e,
@@ -299,6 +320,8 @@ class FusedDecode:
             BLOCK=row.block,
             PAGE=page_size,
             SCALED=scales is not None,
+            PACKED=self.packed,
+            EIGHT=self.eight,
             ASM=q_nope.is_cuda,  # Triton's interpreter, on a CPU, does not know inline PTX
             PDL=pdl,
             num_warps=row.warps,
@@ -317,6 +340,7 @@ def dependent_launch(device: torch.device) -> bool:
 
 
 @cache
-def warps_kernel(tile: int, device: torch.device) -> nvrtc.Kernel:
-    """`decode_warps.cu` for tiles of 8, 16 or 32 query rows."""
-    return nvrtc.Kernel("decode_warps.cu", "warps_kernel", device, f"-DGROUP={tile // 8}")
+def warps_kernel(tile: int, eight: bool, device: torch.device) -> nvrtc.Kernel:
+    """`decode_warps.cu` for tiles of 8, 16 or 32 query rows, which `eight` rounds to FP8."""
+    options = f"-DGROUP={tile // 8}", f"-DEIGHT={int(eight)}"
+    return nvrtc.Kernel("decode_warps.cu", "warps_kernel", device, *options)

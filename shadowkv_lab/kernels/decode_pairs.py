@@ -15,11 +15,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from shadowkv_lab.kernels.decode_words import (
     CHUNK,
+    PACKED_WORDS,
     RANK,
     ROPE,
     group_scales,
     inverse_of,
+    load_rope,
     query_scales,
+    scaled,
     seen_by,
     slots_of,
 )
@@ -102,6 +105,7 @@ def pairs_kernel(
     q_nope,
     q_pe,
     kv,
+    rope,
     scales,
     partial,
     stats,
@@ -115,6 +119,8 @@ def pairs_kernel(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     SCALED: tl.constexpr,
+    PACKED: tl.constexpr,
+    EIGHT: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -122,7 +128,8 @@ def pairs_kernel(
     """One program per work item (request, first token, end) and tile of TILE heads.
 
     Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum
-    of its softmax (base 2) in `stats` [items, HEADS, 2].
+    of its softmax (base 2) in `stats` [items, HEADS, 2]. `rope` are PACKED rows as BF16: their rope
+    parts, and the queries for them, are multiplied in BF16.
     """
     item = tl.program_id(1)  # tiles of one item run side by side and share its rows in L2
     request = tl.load(work + item * 4)
@@ -144,16 +151,23 @@ def pairs_kernel(
     e1, d1 = load_query(q + CHUNK, real)
     e2, d2 = load_query(q + 2 * CHUNK, real)
     e3, d3 = load_query(q + 3 * CHUNK, real)
-    ep, dp = load_query(q_pe + at * ROPE + 2 * rope_pair, real)
+    if PACKED:
+        rope_value = tl.arange(0, ROPE)[None, :]
+        ep = tl.load(q_pe + at * ROPE + rope_value, mask=real, other=0.0).to(tl.float32)
+        dp = ep
+    else:
+        ep, dp = load_query(q_pe + at * ROPE + 2 * rope_pair, real)
     top = tl.maximum(tl.maximum(largest(e0, d0), largest(e1, d1)), largest(ep, dp))
     top = tl.maximum(tl.maximum(largest(e2, d2), largest(e3, d3)), top)
-    up, back = query_scales(top, sm_log2e)
+    up, back = query_scales(top, sm_log2e, EIGHT)
     up, back = up[:, None], back[:, None]
-    e0, d0 = (e0 * up).to(tl.float16), (d0 * up).to(tl.float16)
-    e1, d1 = (e1 * up).to(tl.float16), (d1 * up).to(tl.float16)
-    e2, d2 = (e2 * up).to(tl.float16), (d2 * up).to(tl.float16)
-    e3, d3 = (e3 * up).to(tl.float16), (d3 * up).to(tl.float16)
-    ep, dp = (ep * up).to(tl.float16), (dp * up).to(tl.float16)
+    e0, d0 = scaled(e0, up, EIGHT).to(tl.float16), scaled(d0, up, EIGHT).to(tl.float16)
+    e1, d1 = scaled(e1, up, EIGHT).to(tl.float16), scaled(d1, up, EIGHT).to(tl.float16)
+    e2, d2 = scaled(e2, up, EIGHT).to(tl.float16), scaled(d2, up, EIGHT).to(tl.float16)
+    e3, d3 = scaled(e3, up, EIGHT).to(tl.float16), scaled(d3, up, EIGHT).to(tl.float16)
+    # The interpreter multiplies BF16 wrongly, and scaling by a power of two is exact in BF16.
+    ROPE_KIND: tl.constexpr = (tl.bfloat16 if ASM else tl.float32) if PACKED else tl.float16
+    ep, dp = scaled(ep, up, EIGHT).to(ROPE_KIND), scaled(dp, up, EIGHT).to(ROPE_KIND)
 
     # A query row may see none of an item's tokens, if the request has several.
     peak = tl.full([TILE], float("-inf") if QUERIES == 1 else -1e30, tl.float32)
@@ -161,15 +175,22 @@ def pairs_kernel(
     a0 = tl.zeros([TILE, CHUNK // 2], tl.float32)
     b0, a1, b1, a2, b2, a3, b3 = a0, a0, a0, a0, a0, a0, a0
     for start in tl.range(first, end, BLOCK, num_stages=STAGES):
-        row = (kv + slot.to(tl.int64) * PAIRS)[:, None] + pair
+        PITCH: tl.constexpr = 2 * PACKED_WORDS if PACKED else PAIRS
+        row = (kv + slot.to(tl.int64) * PITCH)[:, None] + pair
         k0, k1 = tl.load(row), tl.load(row + CHUNK // 2)
         k2, k3 = tl.load(row + CHUNK), tl.load(row + CHUNK // 2 * 3)
-        kp = tl.load((kv + slot.to(tl.int64) * PAIRS + RANK // 2)[:, None] + rope_pair)
-        g0, g1, g2, g3 = group_scales(scales, slot, SCALED)
+        if PACKED:
+            kp = load_rope(rope, slot)
+        else:
+            kp = tl.load((kv + slot.to(tl.int64) * PITCH + RANK // 2)[:, None] + rope_pair)
+        g0, g1, g2, g3 = group_scales(scales, slot, SCALED, PACKED)
         slot = slots_of(pages, base, start + BLOCK, lane, end, PAGE, BLOCK)
         zero = tl.zeros([TILE, BLOCK], tl.float32)
         if SCALED:  # in float32, outside the dots: nothing is rounded
-            s = score(ep, dp, kp, zero, ASM)
+            if PACKED:
+                s = tl.dot(ep, tl.trans(kp.to(ROPE_KIND)), zero)
+            else:
+                s = score(ep, dp, kp, zero, ASM)
             s += score(e0, d0, k0, zero, ASM) * g0[None, :]
             s += score(e1, d1, k1, zero, ASM) * g1[None, :]
             s += score(e2, d2, k2, zero, ASM) * g2[None, :]
@@ -185,10 +206,14 @@ def pairs_kernel(
         bound = s
         if SCALED:  # the peak is that of weight times largest scale, so that FP16 holds these
             most = tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))
-            bound += tl.log2(tl.maximum(most, 1e-18))[None, :]
+            most = tl.log2(tl.maximum(most, 1e-18))[None, :]
+            bound += most
         highest = tl.maximum(peak, tl.max(bound, 1))
         # Weights up to 2^15, not 1: FP16 then keeps eleven bits of far smaller ones.
-        p = tl.exp2(s - highest[:, None] + 15.0)
+        p = s - highest[:, None] + 15.0
+        if SCALED:  # the bound of a huge score has lost the scale in rounding
+            p = tl.minimum(p, 15.0 - most)
+        p = tl.exp2(p)
         shrink = tl.exp2(peak - highest)[:, None]
         mass = mass * shrink + p
         a0, b0 = weigh(p, g0, k0, a0, b0, shrink, SCALED, ASM)

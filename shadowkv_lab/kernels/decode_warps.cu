@@ -16,6 +16,10 @@
 // Four more warps do nothing but copy, by the bulk copy engine: a bulk copy is issued by one thread
 // at a time, which cost the computing warps a fifth of their time. Compiled by NVRTC at first use
 // (kernels/nvrtc.py) for Hopper alone (wgmma, setmaxnreg). No headers.
+//
+// With EIGHT queries are rounded to e4m3. wgmma then multiplies FP8 for the scores: what `ldmatrix`
+// gives is its operand as it is, and nothing is widened. Hopper has no such mma.sync (it becomes
+// conversions and FP16, of the query too), so that 8 and 16 rows stay with FP16.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -25,7 +29,9 @@ typedef unsigned char u8;
 constexpr int ROWS = 8 * GROUP;  // query rows of a program
 constexpr int WARPS = 8, GROUPS = WARPS / GROUP;
 constexpr int RANK = 512, ROW = 576;
-constexpr int STEPS = ROW / 16;
+constexpr bool FP8 = EIGHT && GROUP == 4;  // scores by FP8 instructions
+constexpr int DEPTH = FP8 ? 32 : 16;  // values of a row that a matrix instruction takes
+constexpr int STEPS = ROW / DEPTH;
 constexpr int OUT = RANK / 16 / GROUP;  // output tiles of a warp, 16 latent values each
 // Where they begin, warp by warp, and how far one tile is from the next: a wgmma interleaves four.
 constexpr int MINE = GROUP == 4 ? 16 : RANK / GROUP, NEXT = GROUP == 4 ? 64 : 16;
@@ -74,6 +80,18 @@ __device__ __forceinline__ void widen(u32 four, u32& first, u32& second) {
 __device__ __forceinline__ u32 half2(float lo, float hi) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(hi), "f"(lo));
+    return both;
+}
+
+__device__ __forceinline__ u16 eight2(float lo, float hi) {  // e4m3, to nearest
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(hi), "f"(lo));
+    return both;
+}
+
+__device__ __forceinline__ u32 half2(u16 eights) {
+    u32 both;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(eights));
     return both;
 }
 
@@ -154,7 +172,18 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32 (&a)[4], u64 b) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Of 16 x 32 values at a shared address: the next 8 of depth 128 bytes on, the next 8 columns 256.
+// The same over FP8: 64 x 32 times 32 x 32.
+__device__ __forceinline__ void wgmma8(float (*d)[4], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, 1, 1, 1;"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]),
+          "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+          "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// Of 16 x 32 values (32 x 32 of FP8) at a shared address: the next 8 of depth 128 bytes on, the next 8 columns 256.
 __device__ __forceinline__ u64 core_matrices(u32 address) {
     return (u64)(address >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
@@ -247,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
     const u64 weight_columns = core_matrices(shared_address(group_weights));
 
     // Queries, scaled into FP16: each row by the power of two that puts its largest value just
-    // below 2^16, exactly; its scores are scaled back in float32.
+    // below 2^16 (of FP8 2^8), exactly; its scores are scaled back in float32.
     for (int r = warp; r < ROWS; r += WARPS) {
         const bool real = row0 + r < rows;
         const long long at = (long long)item.x * rows + row0 + r;
@@ -262,18 +291,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
         }
         for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
         const int exponent = min(max((int)(__float_as_uint(top) >> 23) & 255, 30), 254);
-        const float up = __uint_as_float((269 - exponent) << 23);
+        constexpr int TOP_BITS = EIGHT ? 7 : 15;
+        const float up = __uint_as_float((254 + TOP_BITS - exponent) << 23);
         // Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
-        if (lane == 0) back[r] = __uint_as_float((min(exponent, 220) - 15) << 23) * sm_log2e;
+        if (lane == 0) back[r] = __uint_as_float((min(exponent, 220) - TOP_BITS) << 23) * sm_log2e;
         for (int i = 0; i < 9; i++) {
-            // Of step k, thread (g, c) of column tile r / 8 wants values 4 c to 4 c + 3 of row g.
-            const int value = 2 * (i * 32 + lane), step = value / 16, c = value % 16 / 4;
+            // Of step k, thread (g, c) of column tile r / 8 wants values 4 c to 4 c + 3 of row g,
+            // in two words of FP16, or those of both halves of the step, in two words of FP8.
+            const int value = 2 * (i * 32 + lane), step = value / DEPTH, c = value % 16 / 4;
+            const int part = FP8 ? value % 32 / 16 : value / 2 % 2;
             const int word = GROUP == 4
-                ? step * 256 + r / 8 * 64 + value / 2 % 2 * 32 + r % 8 * 4 + c
-                : (step * 32 + r % 8 * 4 + c) * 2 * GROUP + r / 8 * 2 + value / 2 % 2;
-            query[word] =
-                half2(__uint_as_float(words[i] << 16) * up,
-                      __uint_as_float(words[i] & 0xffff0000) * up);
+                ? step * 256 + r / 8 * 64 + part * 32 + r % 8 * 4 + c
+                : (step * 32 + r % 8 * 4 + c) * 2 * GROUP + r / 8 * 2 + part;
+            const float x = __uint_as_float(words[i] << 16) * up;
+            const float y = __uint_as_float(words[i] & 0xffff0000) * up;
+            if (FP8)
+                ((u16*)query)[word * 2 + value / 2 % 2] = eight2(x, y);
+            else
+                query[word] = EIGHT ? half2(eight2(x, y)) : half2(x, y);
         }
     }
     if (GROUP == 4) publish();
@@ -307,13 +342,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
         u32 wide[2][4][4];  // widened: of four steps, and of the four before
         load_matrices(m[0][0], at), load_matrices(m[0][1], at + 32);
 #pragma unroll
-        for (int step = 0; step < STEPS; step += 4) {
+        for (int step = 0; step < ROW / 16; step += 4) {  // of 16 values
             u32 (&now)[4][4] = wide[step / 4 % 2];
             u32 (&have)[2][4] = m[step / 4 % 2];
             u32 (&want)[2][4] = m[(step / 4 + 1) % 2];
-            if (step + 4 < STEPS) {
+            if (step + 4 < ROW / 16) {
                 load_matrices(want[0], at + (step + 4) * 16);
                 load_matrices(want[1], at + (step + 6) * 16);
+            }
+            if constexpr (FP8) {
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    wgmma8(s[0], have[i], query_columns + (step / 2 + i) * (1024 >> 4));
+                wgmma_commit<0>();  // the next turn loads what this one multiplies
+                continue;
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -331,7 +374,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) warps_kernel(
                     for (int n = 0; n < GROUP; n++) mma(s[i % CHAINS][n], now[i], q[n].x, q[n].y);
                 }
             }
-            if constexpr (GROUP == 4) step + 4 < STEPS ? wgmma_commit<1>() : wgmma_commit<0>();
+            if constexpr (GROUP == 4)
+                step + 4 < ROW / 16 ? wgmma_commit<1>() : wgmma_commit<0>();
         }
 
         if (CHAINS == 2)

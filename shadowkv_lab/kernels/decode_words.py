@@ -19,6 +19,9 @@ RANK = tl.constexpr(512)
 ROPE = tl.constexpr(64)
 CHUNK = tl.constexpr(128)  # latent values a dot takes; also the group of a per-128 scale
 WORDS = tl.constexpr(144)  # 32-bit words of a row of 576 bytes
+# A packed row (fp8_ds_mla): 512 bytes of e4m3, four float32 scales, 64 BF16 values.
+PACKED_WORDS = tl.constexpr(164)
+PACKED_ROPE = tl.constexpr(264)  # BF16 values in front of the rope part
 
 
 @triton.jit
@@ -73,20 +76,28 @@ def seen_by(heads, tokens, end, HEADS: tl.constexpr, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def load_rows(kv, slot, word, rope_word):
+def load_rows(kv, rope, slot, word, rope_word, PACKED: tl.constexpr):
     """The words of [BLOCK] rows: four chunks of the latent part, and the rope part."""
-    row = (kv + slot.to(tl.int64) * WORDS)[:, None]
+    row = (kv + slot.to(tl.int64) * (PACKED_WORDS if PACKED else WORDS))[:, None]
     first = row + word[None, :]
     c0, c1 = tl.load(first), tl.load(first + 32)
     c2, c3 = tl.load(first + 64), tl.load(first + 96)
-    return c0, c1, c2, c3, tl.load(row + 128 + rope_word[None, :])
+    cp = load_rope(rope, slot) if PACKED else tl.load(row + 128 + rope_word[None, :])
+    return c0, c1, c2, c3, cp
 
 
 @triton.jit
-def group_scales(scales, slot, SCALED: tl.constexpr):
+def load_rope(rope, slot):
+    """The BF16 rope parts [BLOCK, 64] of packed rows."""
+    row = rope + slot.to(tl.int64) * (2 * PACKED_WORDS) + PACKED_ROPE
+    return tl.load(row[:, None] + tl.arange(0, ROPE)[None, :])
+
+
+@triton.jit
+def group_scales(scales, slot, SCALED: tl.constexpr, PACKED: tl.constexpr):
     """[BLOCK] scales of the latent part's four groups, if rows have scales of their own."""
     if SCALED:
-        at = scales + slot.to(tl.int64) * 4
+        at = scales + slot.to(tl.int64) * (PACKED_WORDS if PACKED else 4)
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
         return slot, slot, slot, slot  # not looked at
@@ -132,17 +143,35 @@ def zeros(COUNT: tl.constexpr, TILE: tl.constexpr, HEAD: tl.constexpr):
 
 
 @triton.jit
-def query_scales(top, sm_log2e):
+def query_scales(top, sm_log2e, EIGHT: tl.constexpr):
     """What heads with largest values `top` are scaled by, up into FP16, and their scores by, back.
 
     BF16 queries reach past FP16's 65,504: each head is scaled by the power of two that puts its
-    largest value just below 2^16, exactly, and its scores are scaled back in float32.
+    largest value just below 2^16, exactly, and its scores are scaled back in float32. For EIGHT,
+    queries in FP8, it is put below 2^8 of e4m3's 448.
     """
+    LESS: tl.constexpr = 8 if EIGHT else 0
     exponent = tl.minimum(tl.maximum((top.to(tl.int32, bitcast=True) >> 23) & 255, 30), 254)
-    up = ((269 - exponent) << 23).to(tl.float32, bitcast=True)
+    up = ((269 - LESS - exponent) << 23).to(tl.float32, bitcast=True)
     # Past 2^93 softmax is one-hot whatever the scale; the cap keeps its scores finite.
-    back = ((tl.minimum(exponent, 220) - 15) << 23).to(tl.float32, bitcast=True) * sm_log2e
-    return up, back
+    back = ((tl.minimum(exponent, 220) - 15 + LESS) << 23).to(tl.float32, bitcast=True)
+    return up, back * sm_log2e
+
+
+@triton.jit
+def scaled(q, up, EIGHT: tl.constexpr):
+    """Queries times `up` in float32; with EIGHT rounded to e4m3's values, to nearest, ties to even.
+
+    By hand, as Triton's interpreter converts to e4m3 wrongly: the 20 last bits of a mantissa go,
+    and below 2^-6 what is finer than 2^-9.
+    """
+    q *= up
+    if EIGHT:
+        bits = q.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        tiny = (q + 24576.0) - 24576.0
+        q = tl.where(tl.abs(q) < 0.015625, tiny, bits.to(tl.float32, bitcast=True))
+    return q
 
 
 @triton.jit
@@ -150,6 +179,7 @@ def words_kernel(
     q_nope,
     q_pe,
     kv,
+    rope,
     scales,
     partial,
     stats,
@@ -163,6 +193,8 @@ def words_kernel(
     BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
     SCALED: tl.constexpr,
+    PACKED: tl.constexpr,
+    EIGHT: tl.constexpr,
     VECTOR: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -171,7 +203,8 @@ def words_kernel(
     """One program per work item (request, first token, end) and tile of TILE heads.
 
     Leaves its normalised output in `partial` [items, HEADS, 512] and the running maximum and sum
-    of its softmax (base 2) in `stats` [items, HEADS, 2].
+    of its softmax (base 2) in `stats` [items, HEADS, 2]. `rope` are PACKED rows as BF16: their rope
+    parts, and the queries for them, are multiplied in BF16.
     """
     HEAD: tl.constexpr = 0 if TILE >= 16 else 1
     TOKEN: tl.constexpr = 1 - HEAD
@@ -192,7 +225,7 @@ def words_kernel(
     rope_word = (rope_word // VECTOR) * VECTOR + rope_word % VECTOR
     here = slots_of(pages, base, first, lane, end, PAGE, BLOCK)
     if PIPE:
-        c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+        c0, c1, c2, c3, cp = load_rows(kv, rope, here, word, rope_word, PACKED)
         ahead = slots_of(pages, base, first + BLOCK, lane, end, PAGE, BLOCK)
 
     at = tl.expand_dims((request * HEADS + heads).to(tl.int64), TOKEN)
@@ -202,15 +235,17 @@ def words_kernel(
     q1 = tl.load(q + CHUNK, mask=real, other=0.0).to(tl.float32)
     q2 = tl.load(q + 2 * CHUNK, mask=real, other=0.0).to(tl.float32)
     q3 = tl.load(q + 3 * CHUNK, mask=real, other=0.0).to(tl.float32)
-    rope = tl.expand_dims(tl.arange(0, ROPE), HEAD)
-    qp = tl.load(q_pe + at * ROPE + rope, mask=real, other=0.0).to(tl.float32)
+    rope_value = tl.expand_dims(tl.arange(0, ROPE), HEAD)
+    qp = tl.load(q_pe + at * ROPE + rope_value, mask=real, other=0.0).to(tl.float32)
     top = tl.maximum(tl.maximum(tl.abs(q0), tl.abs(q1)), tl.maximum(tl.abs(q2), tl.abs(q3)))
     top = tl.maximum(tl.max(top, TOKEN), tl.max(tl.abs(qp), TOKEN))
-    up, back = query_scales(top, sm_log2e)
+    up, back = query_scales(top, sm_log2e, EIGHT)
     up, back = tl.expand_dims(up, TOKEN), tl.expand_dims(back, TOKEN)
-    q0, q1 = (q0 * up).to(tl.float16), (q1 * up).to(tl.float16)
-    q2, q3 = (q2 * up).to(tl.float16), (q3 * up).to(tl.float16)
-    qp = (qp * up).to(tl.float16)
+    q0, q1 = scaled(q0, up, EIGHT).to(tl.float16), scaled(q1, up, EIGHT).to(tl.float16)
+    q2, q3 = scaled(q2, up, EIGHT).to(tl.float16), scaled(q3, up, EIGHT).to(tl.float16)
+    # The interpreter multiplies BF16 wrongly, and scaling by a power of two is exact in BF16.
+    ROPE_KIND: tl.constexpr = (tl.bfloat16 if ASM else tl.float32) if PACKED else tl.float16
+    qp = scaled(qp, up, EIGHT).to(ROPE_KIND)
 
     # A query row may see none of an item's tokens, if the request has several.
     peak = tl.full([TILE], float("-inf") if QUERIES == 1 else -1e30, tl.float32)
@@ -219,14 +254,14 @@ def words_kernel(
     o2, o3 = zeros(CHUNK, TILE, HEAD), zeros(CHUNK, TILE, HEAD)
     for start in tl.range(first, end, BLOCK, num_stages=1):
         if not PIPE:
-            c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+            c0, c1, c2, c3, cp = load_rows(kv, rope, here, word, rope_word, PACKED)
             ahead = slots_of(pages, base, start + BLOCK, lane, end, PAGE, BLOCK)
         k0, k1, k2, k3 = widen(c0, ASM), widen(c1, ASM), widen(c2, ASM), widen(c3, ASM)
-        kp = widen(cp, ASM)
-        g0, g1, g2, g3 = group_scales(scales, here, SCALED)
+        kp = cp.to(ROPE_KIND) if PACKED else widen(cp, ASM)
+        g0, g1, g2, g3 = group_scales(scales, here, SCALED, PACKED)
         here = ahead
         if PIPE:
-            c0, c1, c2, c3, cp = load_rows(kv, here, word, rope_word)
+            c0, c1, c2, c3, cp = load_rows(kv, rope, here, word, rope_word, PACKED)
             ahead = slots_of(pages, base, start + 2 * BLOCK, lane, end, PAGE, BLOCK)
         s = score(kp, qp, zeros(BLOCK, TILE, HEAD), HEAD)
         if SCALED or TILE < 32:  # sums of their own, not one chain: the matrix units need not wait
@@ -249,10 +284,14 @@ def words_kernel(
         bound = s
         if SCALED:  # the peak is that of weight times largest scale, so that FP16 holds these
             largest = tl.maximum(tl.maximum(g0, g1), tl.maximum(g2, g3))
-            bound += tl.expand_dims(tl.log2(tl.maximum(largest, 1e-18)), HEAD)
+            largest = tl.expand_dims(tl.log2(tl.maximum(largest, 1e-18)), HEAD)
+            bound += largest
         highest = tl.maximum(peak, tl.max(bound, TOKEN))
         # Weights up to 2^15, not 1: FP16 then keeps eleven bits of far smaller ones.
-        p = tl.exp2(s - tl.expand_dims(highest, TOKEN) + 15.0)
+        p = s - tl.expand_dims(highest, TOKEN) + 15.0
+        if SCALED:  # the bound of a huge score has lost the scale in rounding
+            p = tl.minimum(p, 15.0 - largest)
+        p = tl.exp2(p)
         shrink = tl.expand_dims(tl.exp2(peak - highest), TOKEN)
         mass = mass * shrink + p
         o0 = weigh(p, g0, k0, o0, shrink, HEAD, SCALED)

@@ -6,6 +6,7 @@ from shadowkv_lab.errors import OutOfRange
 
 FP8 = torch.float8_e4m3fn
 INDICES = (torch.int32, torch.int64)
+PACKED_ROW = 656  # bytes (fp8_ds_mla): 512 of e4m3, four float32 scales, 64 BF16 values
 
 
 def need(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], *shape: int | None):
@@ -33,3 +34,9 @@ def room(name: str, has: int, needs: int) -> None:
     """Raise `OutOfRange` if `name` has fewer rows than are written or read."""
     if has < needs:
         raise OutOfRange(f"{name} has {has:,} rows", f"{needs:,} or more")
+
+
+def aligned(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Raise `OutOfRange` unless a tensor begins at a multiple of `size` bytes."""
+    if past := tensor.data_ptr() % size:
+        raise OutOfRange(f"{name} begins at {past} of {size} bytes", "0", "Copy it first")

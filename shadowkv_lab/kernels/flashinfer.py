@@ -43,12 +43,17 @@ class FlashInferAttention:
         self.variant, self.reads, self.device = variant, reads, device
         self.name = f"flashinfer_{variant}" + ("_fp8" if reads == "native_fp8" else "")
 
-    def plan(self, batch: Batch, heads: int, sm_scale: float, *, rank: int, rope: int) -> None:
-        """Plan for a batch; compiles the kernel on first use (about 20 s)."""
+    def plan(
+        self, batch: Batch, heads: int, sm_scale: float, *, rank: int, rope: int, queries: int = 1
+    ) -> None:
+        """Plan for a batch; compiles the kernel on first use (about 20 s).
+
+        The last `queries` tokens of each request attend, each to those up to itself.
+        """
         device = self.device
-        self.page_size, self.rank = batch.page_size, rank
+        self.page_size, self.rank, self.heads = batch.page_size, rank, heads
         kv_dtype = torch.bfloat16 if self.reads == "bf16" else torch.float8_e4m3fn
-        qo_indptr = torch.arange(batch.concurrency + 1, dtype=torch.int32, device=device)
+        qo_indptr = torch.arange(batch.concurrency + 1, dtype=torch.int32, device=device) * queries
         self.wrapper = self.flashinfer.mla.BatchMLAPagedAttentionWrapper(
             torch.empty(WORKSPACE_BYTES, dtype=torch.int8, device=device),
             use_cuda_graph=True,
@@ -68,7 +73,7 @@ class FlashInferAttention:
                 head_dim_ckv=rank,
                 head_dim_kpe=rope,
                 page_size=batch.page_size,
-                causal=False,
+                causal=queries > 1,
                 sm_scale=sm_scale,
                 q_data_type=torch.bfloat16,
                 kv_data_type=kv_dtype,
@@ -83,8 +88,9 @@ class FlashInferAttention:
             ) from error
 
     def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor):
-        """Attend over `kv` [S, rank + rope] into `out` [B, H, rank]."""
+        """Attend over `kv` [S, rank + rope] into `out` [B, queries * H, rank]."""
         paged = kv.view(-1, self.page_size, kv.shape[-1])
+        q_nope, q_pe, out = (t.view(-1, self.heads, t.shape[-1]) for t in (q_nope, q_pe, out))
         scales = {} if self.reads == "bf16" else {"ckv_scale": 1.0, "kpe_scale": 1.0}
         self.wrapper.run(
             q_nope, q_pe, paged[..., : self.rank], paged[..., self.rank :], out=out, **scales

@@ -82,6 +82,18 @@ def gather_cast(
     out[: len(slots)].copy_(gathered)
 
 
+def gather_packed(packed: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i]` [L, 576] (BF16) = the row of 656 bytes (fp8_ds_mla) at `packed[slots[i]]`.
+
+    Such a row is 512 e4m3 values, four float32 scales of 128 of them each, and 64 BF16 values.
+    """
+    rows = packed[slots.long()]
+    scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, 1)
+    latent = rows[:, :512].contiguous().view(FP8).float() * scales
+    rope = rows[:, 528:].contiguous().view(torch.bfloat16)
+    out[: len(slots)] = torch.cat([latent.bfloat16(), rope], 1)
+
+
 def refresh(
     fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor, count: torch.Tensor | None = None
 ) -> None:
@@ -97,11 +109,14 @@ def attend(
     batch: Batch,
     sm_scale: float,
     dtype: torch.dtype = torch.float32,
+    queries: int = 1,
 ) -> torch.Tensor:
-    """MLA decode attention in its absorbed form, one query a request.
+    """MLA decode attention in its absorbed form.
 
     q_nope [B, H, rank], q_pe [B, H, rope], kv [S, rank + rope] of any dtype. Returns [B, H, rank]
-    in `dtype`: softmax((q_nope . c + q_pe . k_pe) * sm_scale) . c over each request's slots.
+    in `dtype`: softmax((q_nope . c + q_pe . k_pe) * sm_scale) . c over each request's slots. With
+    several `queries` a request, H is queries x heads: the last `queries` of its live tokens
+    attend, each to those up to itself.
     """
     rank = q_nope.shape[-1]
     q = torch.cat([q_nope, q_pe], -1).to(dtype)
@@ -110,7 +125,10 @@ def attend(
     for b, n in enumerate(batch.lens):
         slots = batch.live_slots[offsets[b] : offsets[b] + n]
         rows = bits(kv).index_select(0, slots).view(kv.dtype).to(dtype)
-        p = torch.softmax(q[b] @ rows.T * sm_scale, -1)
+        scores = (q[b] @ rows.T * sm_scale).unflatten(0, (queries, -1))
+        for i in range(queries - 1):
+            scores[i, :, n - queries + 1 + i :] = float("-inf")
+        p = torch.softmax(scores.flatten(0, 1), -1)
         out[b] = p @ rows[:, :rank]
     return out
 
@@ -120,10 +138,12 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def plan(self, batch: Batch, heads: int, sm_scale: float, **_: object) -> None:
+    def plan(
+        self, batch: Batch, heads: int, sm_scale: float, *, queries: int = 1, **_: object
+    ) -> None:
         """Remember the batch; nothing to prepare."""
-        self.batch, self.sm_scale = batch, sm_scale
+        self.batch, self.sm_scale, self.queries = batch, sm_scale, queries
 
     def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, kv: torch.Tensor, out: torch.Tensor):
-        """Attend over `kv` [S, row] into `out` [B, H, rank]."""
-        out.copy_(attend(q_nope, q_pe, kv, self.batch, self.sm_scale))
+        """Attend over `kv` [S, row] into `out` [B, queries * H, rank]."""
+        out.copy_(attend(q_nope, q_pe, kv, self.batch, self.sm_scale, queries=self.queries))

@@ -67,6 +67,23 @@ def rows_kernel(
         tl.store(target + row + tail, last.to(tl.bfloat16), mask=here & (tail < D))
 
 
+@triton.jit
+def packed_kernel(latent, scales, rope, slots, target, count, S, ROWS: tl.constexpr):
+    """target[i] = the packed row slots[i], seen as e4m3, float32 and BF16, for `count` slots."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + i, mask=i < count, other=0).to(tl.int64)
+    known = ((slot >= 0) & (slot < S))[:, None]
+    here, row = (i < count)[:, None] & known, slot[:, None]
+    value, turn = tl.arange(0, 512)[None, :], tl.arange(0, 64)[None, :]
+    scale = tl.load(scales + row * 164 + 128 + value // 128, mask=here, other=float("nan"))
+    first = tl.load(latent + row * 656 + value, mask=here).to(tl.float32) * scale
+    last = tl.load(rope + row * 328 + 264 + turn, mask=here, other=float("nan"))
+    first = tl.where(known, first, float("nan"))
+    at = i.to(tl.int64)[:, None] * 576
+    tl.store(target + at + value, first.to(tl.bfloat16), mask=(i < count)[:, None])
+    tl.store(target + at + 512 + turn, last, mask=(i < count)[:, None])
+
+
 def cast(fp8: torch.Tensor, out: torch.Tensor) -> None:
     """`out` [S, D] (BF16) = `fp8` [S, D] (e4m3), both contiguous; exact.
 
@@ -88,6 +105,30 @@ def gather_cast(
     """
     door.room("The target", len(out), len(slots))
     _rows(fp8, slots, out, count, gather=True)
+
+
+def gather_packed(packed: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i]` (BF16) = the row of 656 bytes (fp8_ds_mla) at `packed[slots[i]]`, scaled.
+
+    `packed` [S, 656] is uint8 or e4m3, `slots` [L] int32 or int64, `out` [L or more, 576]. The row
+    of a slot that does not exist is NaN.
+    """
+    door.need("The packed source", packed, (torch.uint8, door.FP8), None, door.PACKED_ROW)
+    door.need("The list of slots", slots, door.INDICES, None)
+    door.need("The target", out, (torch.bfloat16,), None, 576)
+    door.room("The target", len(out), len(slots))
+    door.aligned("The packed source", packed, 4)
+    packed_kernel[(max(1, triton.cdiv(len(slots), ROWS)),)](
+        packed.view(door.FP8),
+        packed.view(torch.float32),
+        packed.view(torch.bfloat16),
+        slots,
+        out,
+        len(slots),
+        len(packed),
+        ROWS=ROWS,
+        num_warps=4,
+    )
 
 
 def refresh(

@@ -220,7 +220,7 @@ def bandwidth(card: str) -> float:
 
 def reads_of(kernel: str) -> str:
     """What an attention kernel of a recorded step reads."""
-    if kernel == "lab_fused_fp8":
+    if kernel.startswith("lab_fused_fp8"):
         return "fused_fp8"
     return "native_fp8" if kernel.endswith("_fp8") else "bf16"
 
@@ -237,8 +237,11 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
         if s.mode != "graph":
             continue
         replayed[(s.strategy.label, s.setting, s.card)] = s.ms
-        layers, R = s.setting.model.layers, s.setting.load.new_tokens
-        read = s.setting.read_tokens
+        load, layers, read = s.setting.load, s.setting.model.layers, s.setting.read_tokens
+        # As predictions ask: several query tokens read one request's rows as more heads would,
+        # chosen rows each for itself.
+        q = load.tokens_per_step if load.reads == "dense" else 1
+        R = load.new_tokens // q
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
         full = read >= s.setting.pool_tokens
@@ -251,8 +254,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 p.curve,
                 reads_of(p.curve) if attention else "",
                 s.card,
-                s.setting.heads if attention else 0,
-                (1 if s.setting.load.reads == "dsa" else s.setting.page_size) if attention else 0,
+                s.setting.heads * q if attention else 0,
+                (1 if load.reads == "dsa" else s.setting.page_size) if attention else 0,
                 # Scratch of the live rows alone, and not of a whole pool, is read row by row.
                 bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
             )
@@ -300,13 +303,14 @@ def _of_rows(entry: dict) -> list[Point]:
     for row in entry["rows"]:
         name = row["kernel"].replace("flashinfer bf16 ", "flashinfer_")
         name = re.sub(r"flashinfer native_fp8 (\w+)", r"flashinfer_\1_fp8", name)
-        name = "lab_fused_fp8" if name == "fused_fp8" else name
+        name = f"lab_{name}" if name.startswith("fused_fp8") else name
         load = re.fullmatch(r"(\d+) x (\d+)", row["shape"])
         if not (card and load and row["heads"]):
             continue
         R, n = int(load[1]), int(load[2])
         reads = reads_of(name)
-        key = Key("attention", name, reads, card.name, row["heads"], row.get("page_size", 1))
+        heads = row["heads"] * row.get("queries", 1)  # several query tokens are as many heads
+        key = Key("attention", name, reads, card.name, heads, row.get("page_size", 1))
         moved = R * n * model.row_bytes("bf16" if reads == "bf16" else "fp8")
         ms = row["ms"] * moved / row["bytes"]
         found.append(Point(key, R, n, moved, ms, Kind.RECORDED, entry["origin"]["date"]))

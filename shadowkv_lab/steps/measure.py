@@ -23,6 +23,7 @@ from shadowkv_lab.strategies.check import output_error, require_right, worst_err
 from shadowkv_lab.strategies.step import DecodeStep
 
 CHECKED_LAYERS = 3
+TOKENS = 16  # of a step and request, at most
 
 
 class Cancelled(Exception):
@@ -36,6 +37,7 @@ class Bench:
     `heads` are query heads on this GPU. `fill` puts rows into a pool. `progress(text, done)` gets
     what is being done and the share of it that is done; `cancelled()` is asked between samples.
     `reads` is a `Load`'s: with "dsa" attention reads the rows that the model's index chooses.
+    `tokens_per_step` too: the tokens that each request writes and that attend, several with MTP.
     """
 
     model: Model
@@ -50,8 +52,13 @@ class Bench:
     modes: tuple[str, ...] = ("graph", "eager")
     budget_s: float = 0.2
     reads: str = "dense"
+    tokens_per_step: int = 1
     progress: Callable[[str, float], None] = lambda text, done: None
     cancelled: Callable[[], bool] = lambda: False
+
+    def load(self, concurrency: int, context: int) -> Load:
+        """The load of so many requests."""
+        return Load(concurrency, context, self.tokens_per_step, self.reads)
 
     def _stop_if_cancelled(self) -> None:
         if self.cancelled():
@@ -96,9 +103,15 @@ def _cells(
     whole(bench.seed, "Seed", 0, SEEDS)
     whole(bench.heads, "Heads")
     bench.model.read_tokens(Load(reads=bench.reads))  # raises for a model without an index
+    if whole(bench.tokens_per_step, "Tokens per step", 1, TOKENS) > 1 and bench.reads == "dsa":
+        raise CannotRun(
+            "Several tokens per step, each with rows of its own choice",
+            "one token per step with DSA",
+            'Ask for reads="dense"',
+        )
     for concurrency, context in loads:
         whole(concurrency, "Concurrency")
-        whole(context, "Context")
+        whole(context, "Context", bench.tokens_per_step)
     cells = [
         (s, P, _fitting(bench, P, loads, len(pool_tokens) > 1))
         for s in strategies
@@ -155,7 +168,7 @@ def _each(bench: Bench, cells: Sequence[tuple]) -> Iterator[Step]:
         pool = make_pool(bench, s, P)
         for concurrency, context in fitting:
             bench.progress(f"{s.label}: {P} slots, {concurrency} x {context}", done / total)
-            load = Load(concurrency, context, reads=bench.reads)
+            load = bench.load(concurrency, context)
             yield from _measure_load(bench, s, pool, load, before)
             done += 1
         pool.check_integrity()  # compares only where a layer keeps both copies
@@ -179,6 +192,7 @@ def measure_step(
         order=setting.order,
         modes=("graph",),
         reads=setting.load.reads,
+        tokens_per_step=setting.load.tokens_per_step,
     )
     load = setting.load.concurrency, int(setting.load.context)
     return next(measure(bench, [parse(strategy)], [setting.pool_tokens], [load]))
@@ -201,10 +215,10 @@ def check(bench: Bench, strategy: Strategy, P: int, loads: Sequence[tuple[int, i
         kernels.check(s.reads, device, bench.backend, model, bench.heads, bench.page_size)
         if s.needs:
             kernels.require(s.needs, device)
-    asked = [Load(c, n, reads=bench.reads) for c, n in loads]
+    asked = [bench.load(c, n) for c, n in loads]
     strategy.require_rows(max((load.live_tokens for load in asked), default=0))
     L = int(max(map(model.read_tokens, asked), default=0))
-    R = max((load.concurrency for load in asked), default=0)
+    R = max((load.new_tokens for load in asked), default=0)
     queries = model.layers * R * bench.heads * 2 * 2 * model.row
     keys = 0
     if bench.reads == "dsa":
@@ -245,7 +259,7 @@ def _measure_load(
     bench: Bench, strategy: Strategy, pool: Pool, load: Load, before_bytes: int
 ) -> Iterator[Step]:
     device = bench.device
-    batch = pool.batch(load.concurrency, load.context)
+    batch = pool.batch(load.concurrency, load.context, load.tokens_per_step)
     options = dict(backend=bench.backend, seed=bench.seed, reads=load.reads)
     step = DecodeStep(strategy, pool, batch, bench.heads, **options)
     plan = timing.sample(

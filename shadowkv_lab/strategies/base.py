@@ -110,6 +110,9 @@ class Strategy:
     casts_pool: ClassVar[bool] = False  # its cast grows with the pool, in some layer
     by_row: ClassVar[bool] = False  # attention reads by a table of rows, page size 1
     live_rows: ClassVar[int | None] = None  # live rows that it can serve at once, if limited
+    query: ClassVar[str] = "bf16"  # what its attention multiplies queries as, of `kernels.QUERIES`
+    # Relative L2 error that outputs may have: BF16 ones from BF16 weights; kernels reach 3e-3.
+    tolerance: ClassVar[float] = 1e-2
 
     def __init_subclass__(cls, option: bool = False, **options):
         super().__init_subclass__(**options)

@@ -18,7 +18,8 @@ class DecodeStep:
     """A strategy at work on one pool and batch: static buffers, no host sync in `step`.
 
     Queries, new rows and outputs are each layer's own: `q_nope` [layers, B, H, rank], `q_pe`
-    [layers, B, H, rope], `rows` [layers, B, row], `out` [layers, B, H, rank], all BF16.
+    [layers, B, H, rope], `rows` [layers, B, row], `out` [layers, B, H, rank], all BF16. Of a batch
+    with several query tokens per request, H is queries x heads and there are as many new rows.
     `buffers[layer][name]` [n, row] are what the layer's strategy keeps between steps beside the
     pool, `scratch[strategy]` [n, row] what the layers of one strategy share. `reading` is the batch
     of the rows that attention reads: the requests' own, or with `reads="dsa"` those that `index`
@@ -50,9 +51,9 @@ class DecodeStep:
             return values.normal_(generator=generator)
 
         B, rank, rope = batch.concurrency, model.kv_lora_rank, model.qk_rope_head_dim
-        self.q_nope = noise(pool.layers, B, heads, rank)
-        self.q_pe = noise(pool.layers, B, heads, rope)
-        self.rows = noise(pool.layers, B, model.row)
+        self.q_nope = noise(pool.layers, B, batch.queries * heads, rank)
+        self.q_pe = noise(pool.layers, B, batch.queries * heads, rope)
+        self.rows = noise(pool.layers, len(batch.new_slots), model.row)
         self.out = torch.full_like(self.q_nope, float("nan"))
         # Whatever a strategy keeps outlives the batch, as the pool does.
         self.buffers: list[dict[str, torch.Tensor]] = []
@@ -69,7 +70,7 @@ class DecodeStep:
         for s in dict.fromkeys(self.at):
             if count := s.scratch_rows(slots, self.reading.live_tokens):
                 self.scratch[s] = noise(count, model.row)
-            self.attention[s] = kernels.attention(s.reads, device, backend)
+            self.attention[s] = kernels.attention(s.reads, device, backend, s.query)
             self.paged[s] = s.paged(self)
         self.plan(heads)
         for s in self.attention:
@@ -77,7 +78,8 @@ class DecodeStep:
 
     def plan(self, heads: int) -> None:
         """Plan every attention kernel for the batch (host work, once per batch)."""
-        model = self.pool.model
+        model, q = self.pool.model, self.batch.queries
+        more = {"queries": q} if q > 1 else {}
         for s, attention in self.attention.items():
             attention.plan(
                 self.paged[s],
@@ -85,6 +87,7 @@ class DecodeStep:
                 model.softmax_scale,
                 rank=model.kv_lora_rank,
                 rope=model.qk_rope_head_dim,
+                **more,
             )
 
     @property

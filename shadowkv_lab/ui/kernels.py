@@ -48,7 +48,7 @@ def recorded(path: str | Path | None = None, kernel: str = "cast") -> tuple[pd.D
     newest = max(having, key=lambda file: file.origin.date)
     rows = pd.DataFrame([asdict(row) for row in newest.rows])
     # Of several page sizes the largest, which DSA models run; a file of one names none.
-    rows = rows[rows.page_size.isin([0, rows.page_size.max()])]
+    rows = rows[rows.page_size.isin([0, rows.page_size.max()]) & (rows.queries == 1)]
     return rows, asdict(newest.origin)
 
 

@@ -52,19 +52,28 @@ for slots, gather, on_device in uses:
         dict(source="*fp8e4nv", slots=slots, target="*bf16", listed="i32", S="i32",
              count="*i32" if on_device else "i32"),
         dict(D=576, HEAD=512, TAIL=64, ROWS=widen.ROWS, GATHER=gather, DEVICE_COUNT=on_device), 4)
+for slots in ("*i32", "*i64"):
+    found[f"gather packed {slots}"] = compiled(
+        widen.packed_kernel,
+        dict(latent="*fp8e4nv", scales="*fp32", rope="*bf16", slots=slots, target="*bf16",
+             count="i32", S="i32"), dict(ROWS=widen.ROWS), 4)
 pointers = dict(q_nope="*bf16", q_pe="*bf16", kv="*i32", partial="*fp32", stats="*fp32",
                 indptr="*i32", pages="*i32", work="*i32", sm_log2e="fp32")
 for row in launch.rows(f"sm_{arch}"):
     if row.kernel == "warps":
         continue
-    variants = ((1, False), (64, True)) if row.heads == 8 else ((64, False),)
-    for page, scaled in variants:
-        name = f"decode {row.heads} {row.load} {row.page} {row.scaled} page {page}"
+    variants = [(64, False, False, False)]
+    if row.heads == 8:
+        variants = [(1, False, False, True), (64, True, False, False)]
+    if row.scaled or arch > 90:  # the rows that packed pools take
+        variants.append((64, True, True, row.heads == 16))
+    for page, scaled, packed, eight in variants:
+        name = f"decode {row.heads} {row.load} {row.page} {row.scaled} page {page} {packed} {eight}"
         constants = dict(HEADS=row.heads, QUERIES=1, TILE=row.tile, BLOCK=row.block, PAGE=page,
-                         SCALED=scaled, ASM=True, PDL=True)
-        more = dict(scales="*fp32") if scaled else {}
-        if not scaled:
-            constants["scales"] = None
+                         SCALED=scaled, PACKED=packed, EIGHT=eight, ASM=True, PDL=True)
+        more = (dict(scales="*fp32") if scaled else {}) | (dict(rope="*bf16") if packed else {})
+        constants |= {} if scaled else dict(scales=None)
+        constants |= {} if packed else dict(rope=None)
         if row.kernel == "pairs":
             kernel, constants["STAGES"] = decode_pairs.pairs_kernel, row.stages
             more["kv"] = "*i16"
@@ -97,7 +106,8 @@ def test_kernels_compile_and_fit(arch):
     )
     assert child.returncode == 0, child.stderr[-2000:]
     found = json.loads(child.stdout)
-    # Twelve rows, those of 8 heads twice; Hopper's short ones at two page sizes, and scaled ones.
+    # Twelve rows, those of 8 heads twice; Hopper's short ones at two page sizes, and scaled ones;
+    # packed pools.
     assert len([name for name in found if name.startswith("decode")]) >= 15
     too_large = {name: size for name, (size, _) in found.items() if size > LIMITS[arch]}
     assert not too_large
@@ -108,12 +118,13 @@ def test_kernels_compile_and_fit(arch):
     assert not empty
 
 
+@pytest.mark.parametrize("eight", [0, 1])
 @pytest.mark.parametrize("tile", [8, 16, 32])
-def test_the_cuda_kernel_compiles_for_hopper(tile):
+def test_the_cuda_kernel_compiles_for_hopper(tile, eight):
     """By NVRTC, which needs no GPU; its shared memory is checked by `static_assert` and here."""
     try:
         nvrtc.library()
     except CannotRun as missing:
         pytest.skip(str(missing))
-    code = nvrtc.compiled("decode_warps.cu", "sm_90a", f"-DGROUP={tile // 8}")
+    code = nvrtc.compiled("decode_warps.cu", "sm_90a", f"-DGROUP={tile // 8}", f"-DEIGHT={eight}")
     assert code[:4] == b"\x7fELF" and b"warps_kernel" in code

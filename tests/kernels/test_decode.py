@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from shadowkv_lab.errors import CannotRun, OutOfRange
+from shadowkv_lab.errors import CannotRun, OutOfRange, UnknownName
 from shadowkv_lab.kernels import attention, decode, launch
 from shadowkv_lab.kernels.reference import FP8, to_fp8
 from shadowkv_lab.load import make_batch
@@ -97,6 +97,91 @@ def test_pair_kernel(device, tile, page_size):
     check(q_nope, q_pe, kv, batch, row=row, scales=scales.to(device))
 
 
+def packed_rows(count, device, seed=0):
+    """Rows of 656 bytes, written field by field, and what they say in float64."""
+    noise = torch.Generator().manual_seed(seed)
+    latent = to_fp8(torch.randn(count, 512, generator=noise) * 3)
+    scales = torch.exp(torch.randn(count, 4, generator=noise) * 3)
+    rope = (torch.randn(count, 64, generator=noise) * 4).bfloat16()
+    parts = [part.view(torch.uint8) for part in (latent, scales, rope)]
+    rows = torch.cat([latent.double() * scales.double().repeat_interleave(128, 1), rope], 1)
+    return torch.cat(parts, 1).to(device), rows.to(device)
+
+
+@pytest.mark.parametrize("kernel", ["words", "pairs"])
+@pytest.mark.parametrize("tile, page_size, queries", [(8, 1, 1), (16, 64, 1), (16, 64, 2)])
+def test_packed_rows(device, kernel, tile, page_size, queries):
+    """Rows with their scales and a BF16 rope part inside, read as they lie."""
+    row = launch.LaunchRow(128, "many", tile, 32, 4, 2, True, 4, "test", 2, kernel)
+    batch, slots = batch_of([1 + queries, 37, 170], device, page_size)
+    packed, rows = packed_rows(slots, device)
+    noise = torch.Generator().manual_seed(2)
+    q = torch.randn(3, 8 * queries, 576, generator=noise).bfloat16().to(device)
+    for size in (1.0, 1e30, 1e-30):  # at 1e30 a score's rounding is more than a scale's logarithm
+        q_nope, q_pe = q[..., :512].contiguous() * size, q[..., 512:].contiguous() * size
+        wanted = exact(q_nope, q_pe, rows, batch, queries=queries)
+        out = torch.full(q_nope.shape, float("nan"), device=device)
+        decoder = decode.FusedDecode()
+        decoder.plan(batch, 8, SCALE, queries=queries, packed=True, row=row)
+        decoder.run(q_nope, q_pe, packed, out)
+        assert worst(out, wanted) < 6e-4
+        decoder.run(q_nope, q_pe, packed.view(FP8), out)
+        assert worst(out, wanted) < 6e-4
+
+
+def test_packed_rows_that_would_be_misread_are_refused(device):
+    q_nope, q_pe, kv, batch = random_case([20, 5], 8, device)
+    packed, _ = packed_rows(len(kv), device)
+    kernel, out = decode.FusedDecode(), torch.zeros_like(q_nope)
+    kernel.plan(batch, 8, SCALE)
+    with pytest.raises(OutOfRange, match="uint8"):
+        kernel.run(q_nope, q_pe, packed, out)
+    kernel.plan(batch, 8, SCALE, packed=True)
+    with pytest.raises(OutOfRange, match="float8_e5m2"):
+        kernel.run(q_nope, q_pe, packed.view(torch.float8_e5m2), out)
+    for pool in (kv, packed[:, :655], packed[:-2], packed.repeat(1, 2)[:, ::2]):
+        with pytest.raises(OutOfRange):
+            kernel.run(q_nope, q_pe, pool, out)
+    with pytest.raises(OutOfRange, match="have their own"):
+        kernel.run(q_nope, q_pe, packed, out, scales=torch.ones(len(kv), 4, device=device))
+    warps = launch.LaunchRow(128, "many", 8, 128, 8, 0, False, 1, "test", 0, "warps")
+    with pytest.raises(OutOfRange, match="packed"):
+        kernel.plan(batch, 8, SCALE, packed=True, row=warps)
+    assert not out.any()
+
+
+def rounded(q_nope, q_pe):
+    """Each head's query in float64 with the mantissa of e4m3, its largest value in [128, 256)."""
+    q = torch.cat([q_nope, q_pe], -1).double()
+    top = 2.0 ** (q.abs().amax(-1, keepdim=True).log2().floor() - 7)
+    q = (q / top).float().to(FP8).double() * top
+    return q[..., :512], q[..., 512:]
+
+
+@pytest.mark.parametrize("kernel", ["words", "pairs"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_queries_in_fp8(device, kernel, packed):
+    """As exact as ever for the rounded queries, of which some lie below e4m3's least normal."""
+    row = launch.LaunchRow(128, "many", 8, 32, 4, 2, True, 4, "test", 2, kernel)
+    q_nope, q_pe, kv, batch = random_case([70, 5], 8, device, seed=16)
+    spread = torch.logspace(0, -5, 8, device=device).bfloat16()[None, :, None]
+    q_nope, q_pe = q_nope * spread, q_pe * spread
+    q_nope[..., ::2] *= 2.0**-9
+    pool, rows = packed_rows(len(kv), device) if packed else (kv, kv.double())
+    kernel = decode.FusedDecode(query="fp8")
+    kernel.plan(batch, 8, SCALE, packed=packed, row=row)
+    out = torch.full(q_nope.shape, float("nan"), device=device)
+    kernel.run(q_nope, q_pe, pool, out)
+    assert kernel.name == "lab_fused_fp8(query=fp8)"
+    assert worst(out, exact(*rounded(q_nope, q_pe), rows, batch)) < 6e-4
+    assert worst(out, exact(q_nope, q_pe, rows, batch)) > 1e-3, "which are other queries"
+
+
+def test_a_query_of_another_type_is_refused():
+    with pytest.raises(UnknownName, match="fp8"):
+        decode.FusedDecode(query="fp4")
+
+
 @pytest.mark.parametrize("kernel", ["words", "pairs"])
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("queries", [2, 4])
@@ -170,6 +255,43 @@ def test_warps_kernel(tile, heads, page_size, queries):
         check(q_nope * 0, q_pe * 0, kv, batch, row=row, queries=queries)
         check(q_nope * 1e30, q_pe * 1e30, kv, batch, row=row, queries=queries)
         check(q_nope * 4, q_pe * 4, kv, batch, row=row, queries=queries, scale=0.037)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tile, heads", [(8, 8), (16, 20), (32, 50), (32, 128)])
+def test_warps_kernel_with_queries_in_fp8(tile, heads, page_size):
+    """Scores of FP8 by wgmma (tiles of 32), and of rounded queries by FP16."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's own instructions")
+    row = launch.LaunchRow(128, "many", tile, 128, 8, 0, False, 1, "test", 0, "warps")
+    q_nope, q_pe, kv, batch = random_case([1000, 3, 4000], heads, "cuda", page_size, seed=17)
+    q_nope[..., ::2] *= 2.0**-9
+    kernel = decode.FusedDecode(query="fp8")
+    kernel.plan(batch, heads, SCALE, row=row)
+    out = torch.full(q_nope.shape, float("nan"), device="cuda")
+    kernel.run(q_nope, q_pe, kv, out)
+    # Hopper adds FP8 products with about 14 bits.
+    least = 2e-3 if tile == 32 else 6e-4
+    assert worst(out, exact(*rounded(q_nope, q_pe), kv, batch)) < least
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("lens", [[1000], [40_000], [3000] * 5])
+def test_packed_rows_by_the_table(heads, page_size, lens):
+    batch, slots = batch_of(lens, "cuda", page_size)
+    packed, rows = packed_rows(slots, "cuda")
+    q = torch.randn(len(lens), heads, 576, device="cuda").bfloat16()
+    q_nope, q_pe = q[..., :512].contiguous(), q[..., 512:].contiguous()
+    for query in decode.QUERIES:
+        kernel = decode.FusedDecode(query=query)
+        kernel.plan(batch, heads, SCALE, packed=True)
+        out = torch.full(q_nope.shape, float("nan"), device="cuda")
+        kernel.run(q_nope, q_pe, packed, out)
+        asked = (q_nope, q_pe) if query == "bf16" else rounded(q_nope, q_pe)
+        assert worst(out, exact(*asked, rows, batch)) < 6e-4
 
 
 @pytest.mark.parametrize("tail", [1.5, 3.0])

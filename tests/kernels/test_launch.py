@@ -1,5 +1,6 @@
 """The decode's launch table: which row a batch takes, and that tuning keeps the fastest."""
 
+import contextlib
 import itertools
 import json
 from dataclasses import asdict, replace
@@ -10,8 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from shadowkv_lab import facts, machine
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.kernels import launch
 from shadowkv_lab.steps import bench as kernels
+from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps import timing, tune
 
 ARCHES = ("sm_90", "sm_100", "sm_120")
@@ -75,15 +78,81 @@ def test_no_shape_is_both_tuned_and_reported():
     assert not set(tune.SHAPES) & set(kernels.SHAPES)
 
 
-def test_a_mixed_batch_has_the_traces_lengths_and_is_freed(tiny):
-    lens = kernels.prompts(64)
+def test_a_mixed_batch_has_the_traces_lengths():
+    lens = kernels.lengths("64 of the Azure trace")
     assert lens == sorted(lens) and 900 < lens[31] < 1189 and 1000 < sum(lens) / 64 < 1400
-    pool = kernels.make_pool(tiny, torch.device("cpu"), 640, ("fp8",), page_size=64)
-    free = pool.allocator.free_tokens
-    batch = kernels.mixed(pool, [3, 64, 130])
-    assert batch.lens == (3, 64, 130) and len(batch.live_slots.unique()) == 197
-    pool.release(batch)
-    assert pool.allocator.free_tokens == free
+    assert kernels.lengths("2 x 30") == [30, 30]
+    with pytest.raises(OutOfRange):
+        kernels.lengths("many")
+    for page in (1, 64):
+        batch = kernels.scattered(640, [3, 64, 130], page, torch.device("cpu"))
+        assert batch.lens == (3, 64, 130) and len(batch.live_slots.unique()) == 197
+        assert page <= batch.live_slots.min() and batch.live_slots.max() < 640
+
+
+def test_a_benchmark_begins_with_the_shapes_that_are_aimed_at():
+    cells = kernels.cells((8, 16))
+    table = [f"{n} x {context}" for n, context in kernels.TABLE]
+    assert [c.shape for c in cells[:10]] == table * 2
+    assert {c.page_size for c in cells[:18]} == {64} and cells[18] == kernels.Cell()
+    assert len(cells) == len(set(cells)) == 37
+    with_mtp = kernels.cells((8,), (64,), (1, 4))
+    assert [c.queries for c in with_mtp] == [1] * 10 + [4] * 9
+
+
+class Peer:
+    """Decode attention that fails, or takes its time from `ms`."""
+
+    name = "peer"
+
+    def __init__(self, ms=None):
+        self.ms = ms
+
+    def plan(self, batch, heads, sm_scale, **_):
+        if self.ms is None:
+            raise RuntimeError("no kernel image")
+
+
+def test_a_peer_that_fails_is_named_and_ends_nothing(tmp_path, monkeypatch, tiny):
+    """And what was found stays when the run is killed, and is not measured again."""
+    monkeypatch.setattr(kernels, "check", lambda device: None)
+    monkeypatch.setattr(kernels, "bandwidth", lambda device: timing.Bandwidth(1000.0, 1000.0))
+    peers = {"fused_fp8": lambda: Peer(2.0), "a bf16": lambda: Peer(4.0), "b": Peer, "c": Peer}
+    monkeypatch.setattr(kernels, "_peers", lambda device: peers)
+
+    def timed(pool, kernel, batch, heads, queries):
+        kernel.plan(batch, heads, 1.0)
+        return timing.Timing(kernel.ms * batch.concurrency, 0.0, 5), 1e-3, 0.1
+
+    monkeypatch.setattr(kernels, "time_attention", timed)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(kernels, "_compiling", lambda *_: contextlib.nullcontext())
+    shapes = (64, 8, "1 x 100"), (64, 8, "9 x 1000"), (1, 8, "2 x 9")
+    todo = [kernels.Cell(*shape) for shape in shapes]
+    path = tmp_path / "h.json"
+    origin = steps.origin(cpu, 1000.0, 1000.0)
+    log = kernels.Log(origin, path)
+    run = kernels.bench(tiny, cpu, 640, todo)
+    log.add(*next(run))
+    entry = json.loads(path.read_text())
+    assert [(r["kernel"], r["ms"], r["ratio"]) for r in entry["rows"]] == [
+        ("fused_fp8", 2.0, 1.0),
+        ("a bf16", 4.0, 0.5),
+    ]
+    assert entry["rows"][0]["gb_per_s"] == pytest.approx(tiny.layers * 100 * tiny.row / 2e6)
+    assert entry["rows"][1]["bytes"] == 2 * entry["rows"][0]["bytes"]
+    assert [f["kernel"] for f in entry["failed"]] == ["b", "c"]
+    assert "no kernel image" in entry["failed"][0]["reason"]
+    again = kernels.Log(origin, path)
+    assert again.cells == todo[:1]
+    for cell, found in kernels.bench(tiny, cpu, 640, todo[1:]):
+        again.add(cell, found)
+    entry = json.loads(path.read_text())
+    assert [r["page_size"] for r in entry["rows"]] == [64, 64, 1, 1], "one shape does not fit"
+    assert len(entry["cells"]) == 3
+    other = kernels.Log(replace(origin, git_revision="another"), path)
+    assert not other.cells
+    assert not list(kernels.bench(tiny, cpu, 640, todo, limit_s=-1))
 
 
 def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeypatch, tiny):

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.kernels import append, reference, widen
 from shadowkv_lab.kernels.reference import FP8, bits
+from shadowkv_lab.sources import formats
 
 
 def some_fp8(count, device, seed=0):
@@ -36,6 +37,31 @@ def test_gather_cast_takes_the_rows_named(device, count):
     widen.gather_cast(fp8, slots, out)
     assert torch.equal(out[:count], fp8.bfloat16()[slots]), "the rows named, in their order"
     assert out[count:].isnan().all(), "and nothing past them"
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_packed_rows_are_gathered_and_scaled(device, kind):
+    """Against what the pool file's own reader makes of them; NaN where there is no row."""
+    noise = torch.Generator().manual_seed(3)
+    rows = torch.randn(50, 576, generator=noise).bfloat16()
+    packed = formats.pack(rows, 512)
+    if device.type == "cpu":  # the interpreter truncates to BF16: scales that need no rounding
+        packed[:, 512:528].view(torch.float32).copy_(2.0 ** torch.arange(-2, 2))
+    packed = packed.to(device)
+    slots = torch.tensor([3, 49, 0, 3, 50, -1], dtype=kind, device=device)
+    out = torch.full((8, 576), 7.0, device=device).bfloat16()
+    widen.gather_packed(packed, slots, out)
+    wanted = formats.unpack(packed, 512, 64).bfloat16()
+    assert torch.equal(out[:4], wanted[slots[:4].long()])
+    assert out[4:6].isnan().all() and (out[6:] == 7).all()
+    again = torch.full_like(out, 7.0)
+    reference.gather_packed(packed, slots[:4], again)
+    assert torch.equal(again[:4], out[:4]) and (again[4:] == 7).all()
+    for bad in (packed.view(torch.float8_e5m2), packed[:, :576], packed[:, ::2]):
+        with pytest.raises(OutOfRange):
+            widen.gather_packed(bad, slots, out)
+    with pytest.raises(OutOfRange):
+        widen.gather_packed(packed, slots, out[:5])
 
 
 @pytest.mark.parametrize("name", ["gather_cast", "refresh"])
