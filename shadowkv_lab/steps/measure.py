@@ -19,7 +19,7 @@ from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps import timing
 from shadowkv_lab.steps.step import Phase, Step
 from shadowkv_lab.strategies import Strategy, parse
-from shadowkv_lab.strategies.check import output_error, require_right, worst_error
+from shadowkv_lab.strategies.check import require_right, worst_error
 from shadowkv_lab.strategies.step import DecodeStep
 
 CHECKED_LAYERS = 3
@@ -235,8 +235,11 @@ def make_pool(bench: Bench, strategy: Strategy, pool_tokens: int) -> Pool:
         seed=bench.seed,
         mirror=getattr(strategy, "mirror", "exact"),
         append=kernels.mover("append", bench.device),
+        index=bench.reads == "dsa",
+        write_keys=kernels.indexing(bench.device).write,
     )
     bench.fill(pool, bench.seed)
+    synthetic.fill_index(pool, bench.seed)
     pool.check_counters()
     return pool
 
@@ -345,11 +348,9 @@ def check_output(step: DecodeStep, run: Callable[[], object], seed: int) -> floa
     step.out.fill_(float("nan"))
     step.advance(len(step.batch.spare_pages) // 2)
     run()
-    if step.chooser:  # the outputs are those of the timed run, the choices are made once more
-        worst = worst_error(step, ("index", "top_k"))
-    else:
-        layers = torch.randperm(step.pool.layers, generator=generator)[:CHECKED_LAYERS].tolist()
-        worst = max(output_error(step, layer) for layer in layers)
+    layers = torch.randperm(step.pool.layers, generator=generator)[:CHECKED_LAYERS].tolist()
+    # With an index the outputs are those of the timed run, and the choices are made once more.
+    worst = worst_error(step, ("index", "top_k") if step.chooser else (), layers)
     require_right(step, worst)
     return worst
 
