@@ -1,6 +1,6 @@
 """The KV pool of one GPU: slots, per-layer buffers, and the one write path."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import RLock
@@ -10,6 +10,7 @@ import torch
 
 from shadowkv_lab import machine
 from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult, whole
+from shadowkv_lab.kernels import index as dsa
 from shadowkv_lab.kernels import reference
 from shadowkv_lab.kernels.reference import FP8, bits
 from shadowkv_lab.load import Batch, make_batch
@@ -120,6 +121,8 @@ class SavedRows:
     """Rows of some slots, every layer, copied out of a pool: what `Pool.load` restores."""
 
     rows: tuple[torch.Tensor, ...]  # per layer [n, row], FP8 where the layer keeps FP8, else BF16
+    # Of the layers with an index: e4m3 keys [n, D], and their scales [n].
+    keys: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
 
 class Pool:
@@ -130,7 +133,8 @@ class Pool:
     ends in `_store`, so a shadow cannot miss one, and one thread writes at a time. `mirror` is
     "exact", `bf16(fp8(row))`, or "original", the row as it came; a row that comes back by `load`
     is always the former. `append` is the function that stores rows; kernels.append has a faster
-    one.
+    one. With `index` the layers of `model.choosing` keep pages of index keys too, which travel with
+    the rows on every one of these paths; `write_keys` stores them.
     """
 
     def __init__(
@@ -145,16 +149,21 @@ class Pool:
         seed: int = 0,
         mirror: str = "exact",
         append=reference.append,
+        index: bool = False,
+        write_keys=dsa.write,
     ):
         if mirror not in ("exact", "original"):
             raise OutOfRange(f"Mirror {mirror!r}", "exact, original")
         self.model, self.pool_tokens, self.page_size = model, pool_tokens, page_size
-        self.device, self.mirror, self.append = torch.device(device), mirror, append
+        self.device, self.mirror = torch.device(device), mirror
+        self.append, self.write_keys = append, write_keys
         self.allocator = SlotAllocator(pool_tokens, page_size, order, seed)
         if wrong := [kinds for kinds in storage if tuple(kinds) not in KEPT] or not storage:
             raise OutOfRange(f"Storage {wrong}", " or ".join(map(str, KEPT)) + " for each layer")
         self._lock = RLock()
-        check_fits(model, pool_tokens, storage, page_size, self.device)
+        layers = model.choosing if index else ()
+        keys = len(layers) * model.row_bytes("index")
+        check_fits(model, pool_tokens, storage, page_size, self.device, extra_token_bytes=keys)
 
         def buffer(kept: bool, dtype: torch.dtype) -> torch.Tensor | None:
             shape = (pool_tokens + page_size, model.row)
@@ -162,6 +171,8 @@ class Pool:
 
         self.fp8 = [buffer("fp8" in kinds, FP8) for kinds in storage]
         self.bf16 = [buffer("bf16" in kinds, torch.bfloat16) for kinds in storage]
+        size = pool_tokens + page_size, model.index_head_dim
+        self.index = {layer: dsa.pages(*size, self.device) for layer in layers}
         self.counters = torch.zeros(2, dtype=torch.int32, device=self.device)
         # Partial shadows, which are told of every write, and the buffers of strategies beside it.
         self.followers: dict[str, Follower] = {}
@@ -179,7 +190,7 @@ class Pool:
     @property
     def kept_bytes(self) -> int:
         """Bytes of all buffers, dummy page included."""
-        return sum(b.nbytes for b in (*self.fp8, *self.bf16) if b is not None)
+        return sum(b.nbytes for b in (*self.fp8, *self.bf16, *self.index.values()) if b is not None)
 
     @property
     def clipped(self) -> int:
@@ -194,24 +205,41 @@ class Pool:
         """Give the pages of `slots` back; raises `OutOfRange` on a double free."""
         self.allocator.free(slots)
 
-    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def write(
+        self, layer: int, slots: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> None:
         """Write BF16 `rows` [n, row] to allocated `slots` [n] of one layer.
 
+        A layer with an index asks for their index keys too, BF16 `keys` [n, index_head_dim].
         Raises `OutOfRange` before anything is written, for a slot that is named twice too. Looks at
         the data, so it syncs; a captured step uses `write_unchecked` and then `check_counters`.
         """
         layer = whole(layer, "Layer", 0, self.layers - 1)
         with self._lock:
             self._check_targets(slots, "write")
-            self._check_rows(rows, len(slots))
-            self._store(layer, slots.to(self.device), rows)
+            self._check_rows(rows, len(slots), self.model.row)
+            if layer in self.index:
+                self._check_rows(keys, len(slots), self.model.index_head_dim, "Index keys", "Key")
+            elif keys is not None:
+                raise OutOfRange(
+                    f"Index keys for layer {layer}", f"layers with an index: {[*self.index]}"
+                )
+            self._store(layer, slots.to(self.device), rows, keys=keys)
 
-    def write_unchecked(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def write_unchecked(
+        self, layer: int, slots: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> None:
         """`write` without looking at slots or rows: no host sync. NaN and Inf are counted.
 
-        Slots have to differ: of two rows for one slot, either may arrive, in each copy.
+        Slots have to differ: of two rows for one slot, either may arrive, in each copy. Index keys
+        may come by `write_keys_unchecked` instead.
         """
-        self._store(layer, slots, rows)
+        self._store(layer, slots, rows, keys=keys)
+
+    def write_keys_unchecked(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """The index keys of rows that a step has written, in a phase of their own; no host sync."""
+        with self._lock, self._mended((), slots, lambda: self._finish(layer, slots, keys)):
+            self.write_keys(self.index[layer], slots, keys)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy every layer's rows of `source` slots to `target` slots, which may overlap."""
@@ -223,52 +251,89 @@ class Pool:
                     f"Cannot move {len(source)} slots to {len(target)}", "as many as there are"
                 )
             source, target = source.to(self.device).long(), target.to(self.device).long()
-            with self._mended(range(self.layers), target):
+            keys = [dsa.get(pages, source) for pages in self.index.values()]
+            with self._mended(range(self.layers), target, lambda: self._put(target, keys)):
                 for buffer in (*self.fp8, *self.bf16):
                     if buffer is not None:  # gathered first: overlap is safe
                         bits(buffer)[target] = bits(buffer)[source]
+                self._put(target, keys)
                 for follower in self.followers.values():
                     for layer in range(self.layers):
                         follower.follow(layer, target)
 
     def save(self, slots: torch.Tensor) -> SavedRows:
-        """A CPU copy of the rows of `slots`, FP8 where a layer keeps FP8."""
+        """A CPU copy of the rows of `slots`, FP8 where a layer keeps FP8, and of their keys."""
         with self._lock:
             self.allocator.check(slots, "save")
             kept = [f if f is not None else b for f, b in zip(self.fp8, self.bf16, strict=True)]
-            return SavedRows(tuple(bits(k)[slots.long()].cpu().view(k.dtype) for k in kept))
+            slots = slots.to(self.device).long()
+            keys = (dsa.get(pages, slots) for pages in self.index.values())
+            return SavedRows(
+                tuple(bits(k)[slots].cpu().view(k.dtype) for k in kept),
+                tuple((stored.cpu(), scale.cpu()) for stored, scale in keys),
+            )
 
     def load(self, slots: torch.Tensor, saved: SavedRows) -> None:
         """Restore saved rows to `slots`, bit for bit; shadows are rebuilt from the FP8 rows."""
         with self._lock:
             self._check_targets(slots, "load")
-            if len(saved.rows) != self.layers:
-                raise OutOfRange(f"Saved rows of {len(saved.rows)} layers", f"{self.layers} layers")
+            for what, has, wanted in (
+                ("rows", len(saved.rows), self.layers),
+                ("index keys", len(saved.keys), len(self.index)),
+            ):
+                if has != wanted:
+                    raise OutOfRange(f"Saved {what} of {has} layers", f"{wanted} layers")
+            width = self.model.index_head_dim
+            for stored, scale in saved.keys:
+                if (*stored.shape, *scale.shape) != (len(slots), width, len(slots)):
+                    raise OutOfRange(
+                        f"Saved keys {tuple(stored.shape)} and {tuple(scale.shape)}",
+                        f"{(len(slots), width)} and {(len(slots),)}",
+                    )
             for rows, fp8 in zip(saved.rows, self.fp8, strict=True):
                 wanted = (len(slots), self.model.row), torch.bfloat16 if fp8 is None else FP8
                 if (tuple(rows.shape), rows.dtype) != wanted:
                     raise OutOfRange(f"Saved rows {tuple(rows.shape)} {rows.dtype}", f"{wanted}")
+            slots = slots.to(self.device)
+            keys = [(stored.to(self.device), scale.to(self.device)) for stored, scale in saved.keys]
+            with self._mended((), slots, lambda: self._put(slots, keys)):
+                self._put(slots, keys)
             for layer, rows in enumerate(saved.rows):
                 # e4m3 -> bf16 -> e4m3 is exact: restored rows take the write path of fresh ones.
                 rows = rows.to(self.device).to(torch.bfloat16)
-                self._store(layer, slots.to(self.device), rows, exact=True)
+                self._store(layer, slots, rows, exact=True)
 
-    def _store(self, layer: int, slots: torch.Tensor, rows: torch.Tensor, exact=None) -> None:
+    def _store(self, layer: int, slots: torch.Tensor, rows: torch.Tensor, exact=None, keys=None):
         exact = self.mirror == "exact" if exact is None else exact
         # Kernels read rows and slots one after another, whatever their strides.
         slots, rows = slots.long().contiguous(), rows.detach().contiguous()
-        with self._lock, self._mended([layer], slots):
+        keys = keys if keys is None else keys.detach().contiguous()
+        with self._lock, self._mended([layer], slots, lambda: self._finish(layer, slots, keys)):
             self.append(rows, slots, self.fp8[layer], self.bf16[layer], self.counters, exact)
+            if keys is not None:
+                self.write_keys(self.index[layer], slots, keys)
             for follower in self.followers.values():
                 follower.follow(layer, slots, rows)
 
+    def _finish(self, layer: int, slots: torch.Tensor, keys: torch.Tensor | None) -> None:
+        if keys is not None:
+            dsa.write(self.index[layer], slots, keys)
+
+    def _put(self, slots: torch.Tensor, keys: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for pages, (stored, scale) in zip(self.index.values(), keys, strict=True):
+            dsa.put(pages, slots, stored, scale)
+
     @contextmanager
-    def _mended(self, layers: Iterable[int], slots: torch.Tensor):
-        """Where a write is stopped between the two copies, the shadow follows the FP8 rows."""
+    def _mended(self, layers: Iterable[int], slots: torch.Tensor, finish: Callable[[], object]):
+        """Where a write is stopped between the two copies, the shadow follows the FP8 rows.
+
+        `finish` stores the index keys, all of them: a key and its scale are two writes.
+        """
         try:
             yield
         except BaseException:
             with suppress(RuntimeError):  # the device itself is gone
+                finish()
                 for fp8, bf16 in ((self.fp8[layer], self.bf16[layer]) for layer in layers):
                     if fp8 is not None and bf16 is not None:
                         bf16[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
@@ -287,18 +352,20 @@ class Pool:
                 "Keep the last row of each slot",
             )
 
-    def _check_rows(self, rows: torch.Tensor, wanted_rows: int) -> None:
-        wanted = (wanted_rows, self.model.row)
+    def _check_rows(
+        self, rows: torch.Tensor, count: int, width: int, many: str = "Rows", one: str = "Row"
+    ) -> None:
+        wanted = (count, width)
         if not isinstance(rows, torch.Tensor):
-            raise OutOfRange(f"Rows of type {type(rows).__name__}", f"a tensor {wanted}")
+            raise OutOfRange(f"{many} of type {type(rows).__name__}", f"a tensor {wanted}")
         if tuple(rows.shape) != wanted or rows.dtype != torch.bfloat16:
-            raise OutOfRange(f"Rows {tuple(rows.shape)} {rows.dtype}", f"{wanted} torch.bfloat16")
+            raise OutOfRange(f"{many} {tuple(rows.shape)} {rows.dtype}", f"{wanted} torch.bfloat16")
         if rows.device != self.counters.device:
-            raise OutOfRange(f"Rows on {rows.device}", f"{self.counters.device}, as the pool is")
+            raise OutOfRange(f"{many} on {rows.device}", f"{self.counters.device}, as the pool is")
         if not rows.isfinite().all():
             bad = int((~rows.isfinite()).any(1).nonzero()[0])
             raise OutOfRange(
-                f"Row {bad} has NaN or Inf in it", "finite values", "Nothing was written"
+                f"{one} {bad} has NaN or Inf in it", "finite values", "Nothing was written"
             )
 
     def check_counters(self) -> None:

@@ -49,7 +49,7 @@ def test_outputs_against_scores_choice_and_attention_in_numpy(small, name, page_
         owner = layer // 2 * 2
         if layer == owner:
             i = of.place[layer]
-            exact = by_hand(of.q[i], of.weights[i], of.kept[layer], batch)
+            exact = by_hand(of.q[i], of.weights[i], step.pool.index[layer], batch)
         pool = step.pool
         stored = (pool.bf16 if pool.fp8[layer] is None else pool.fp8)[layer].double().numpy()
         for b, n in enumerate(batch.lens):
@@ -81,13 +81,13 @@ def test_requests_of_different_lengths_choose_for_themselves(small):
     from shadowkv_lab.strategies.index import Index
     from tests.kernels.test_index import a_batch
 
-    batch = a_batch([40, 9, 17], 1)
-    of = Index(small, 200, batch)
+    batch, pool = a_batch([40, 9, 17], 1), step.pool
+    of = Index(pool, batch)
     of.score(0)
     of.choose()
     of.require_right(0)
     offsets = of.chosen.token_offsets()
-    assert of.chosen.lens == (16, 9, 16) and step.chooser.lens == (16, 16, 16)
+    assert of.chosen.lens == (16, 9, 16) and step.chooser.chosen.lens == (16, 16, 16)
     assert sorted(of.chosen.pages[offsets[1] : offsets[2]].tolist()) == sorted(
         batch.slots(1).tolist()
     )

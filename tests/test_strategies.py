@@ -40,8 +40,11 @@ def step_of(tiny, name, device, *, context=37, page_size=1, tokens=256, reads="d
         page_size=page_size,
         mirror=getattr(strategy, "mirror", "exact"),
         append=kernels.mover("append", device),
+        index=reads == "dsa",
+        write_keys=kernels.indexing(device).write,
     )
     synthetic.fill(pool, seed=3)
+    synthetic.fill_index(pool, seed=3)
     return DecodeStep(strategy, pool, pool.batch(3, context), heads=8, reads=reads)
 
 

@@ -85,6 +85,7 @@ def measure(
         int, typer.Option(help="Query tokens per request: 1, more with MTP.")
     ] = 1,
     modes: Annotated[str, typer.Option(help="On a GPU: graph,eager.")] = "graph,eager",
+    seconds: Annotated[float, typer.Option(help="Samples of each timing add up to this.")] = 0.2,
     pool_file: Annotated[Path | None, typer.Option(help="Rows from a pool file.")] = None,
     seed: int = 0,
     record: Annotated[Path | None, typer.Option(help="Add each run to this JSONL file.")] = None,
@@ -111,6 +112,7 @@ def measure(
         order=order,
         seed=seed,
         modes=tuple(mode.strip() for mode in modes.split(",")),
+        budget_s=seconds,
         reads=reads,
         tokens_per_step=tokens_per_step,
     )
@@ -208,6 +210,37 @@ def bench_kernels(
     show(rows, columns.split())
     if failed := log.entry["failed"]:
         show(failed, {"kernel": "", "shape": "", "heads": "", "page_size": "", "reason": "failed"})
+
+
+@bench.command("dsa")
+def bench_dsa(
+    model: Model = "glm-5",
+    device: Device = None,
+    record: Annotated[Path | None, typer.Option(help="Add each row to this JSONL file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time index scores, the choice and attention over chosen rows beside their peers."""
+    from shadowkv_lab import machine
+    from shadowkv_lab.files import append_line, ready
+    from shadowkv_lab.model import load_model
+    from shadowkv_lab.steps import bench_dsa
+    from shadowkv_lab.steps import measure as decode
+    from shadowkv_lab.steps.step import origin as origin_of
+
+    where = machine.as_device(device)
+    if record:
+        ready(record)
+    rows = []
+    with progress(quiet=as_json) as report:
+        for row in bench_dsa.run(load_model(model), where, progress=report):
+            rows.append(dataclasses.asdict(row))
+            if record:
+                origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
+                append_line(record, {"schema": 1, "row": rows[-1], "origin": origin})
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    show(rows, ["kernel", "load", "heads", "ms", "gb_per_s", "ratio", "error"])
 
 
 @bench.command("serving")

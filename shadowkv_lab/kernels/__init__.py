@@ -85,11 +85,9 @@ def mover(name: str, device: torch.device) -> Callable:
     return getattr(_triton("append" if name == "append" else "widen", device), name)
 
 
-def scorer(device: torch.device) -> Callable:
-    """What scores a DSA index's keys on a device: our Triton kernel, or torch."""
-    if triton_problem(device):
-        return index.scores
-    return _triton("index_scores", device).scores
+def indexing(device: torch.device):
+    """The module whose `write`, `scores` and `take` do a DSA index's work: our Triton, or torch."""
+    return index if triton_problem(device) else _triton("indexer", device)
 
 
 def gather_cast(fp8: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -53,11 +53,22 @@ def query(
 
 def write(kept: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
     """Store index keys [R, D] of `slots` [R], each with its scale."""
+    put(kept, slots, *quantise(keys))
+
+
+def put(kept: torch.Tensor, slots: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> None:
+    """Store e4m3 keys [R, D] and their scales [R], as `get` gives them."""
     values, scales = parts(kept)
-    stored, scale = quantise(keys)
     where = slots // PAGE, slots % PAGE
     values[where] = bits(stored)
     scales[where] = scale
+
+
+def get(kept: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the keys of `slots` [R]: e4m3 [R, D] and scales [R]."""
+    values, scales = parts(kept)
+    where = slots // PAGE, slots % PAGE
+    return values[where].view(FP8), scales[where]
 
 
 def scores(
@@ -67,13 +78,10 @@ def scores(
 
     q [B, H, D] e4m3 and weights [B, H] as `query` gives them. The arithmetic is in out's dtype.
     """
-    values, scales = parts(kept)
     for b, n in enumerate(batch.lens):
-        slots = batch.slots(b)
-        where = slots // PAGE, slots % PAGE
-        keys = values[where].view(FP8).to(out.dtype)
-        sums = torch.relu(q[b].to(out.dtype) @ keys.T).T @ weights[b].to(out.dtype)
-        out[b, :n] = sums * scales[where].to(out.dtype)
+        keys, scale = get(kept, batch.slots(b))
+        sums = torch.relu(q[b].to(out.dtype) @ keys.to(out.dtype).T).T @ weights[b].to(out.dtype)
+        out[b, :n] = sums * scale.to(out.dtype)
 
 
 def choose(found: torch.Tensor, topk: int) -> torch.Tensor:
@@ -85,3 +93,13 @@ def choose(found: torch.Tensor, topk: int) -> torch.Tensor:
     best, places = torch.topk(found, min(topk, found.shape[1]), dim=1)
     places = places.int().masked_fill(best == float("-inf"), -1)
     return torch.nn.functional.pad(places, (0, topk - places.shape[1]), value=-1)
+
+
+def take(found: torch.Tensor, batch: Batch, chosen: Batch) -> None:
+    """The slots of the highest scores [B, n] into `chosen.pages`, request by request.
+
+    `chosen` is a batch of page size 1 that reads `chosen.lens[b]` rows of request b.
+    """
+    places, at = choose(found, max(chosen.lens)).long(), chosen.token_offsets()
+    for b, n in enumerate(chosen.lens):
+        chosen.pages[at[b] : at[b] + n] = batch.slots(b)[places[b, :n]].int()

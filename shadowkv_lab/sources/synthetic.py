@@ -7,6 +7,7 @@ import torch
 from shadowkv_lab.pool import Pool
 
 CHUNK_ROWS = 32768  # 75 MB of float32 at 576 values per row
+KEY_ROWS = 1 << 18  # 128 MiB at 128 values per key
 ROPE_GAIN = 4.0  # the rope part is not normalised, and larger than the latent
 HEAVY = 1.5  # sigma of the log-normal channel gains: a few channels carry most of a row
 
@@ -35,3 +36,18 @@ def fill(pool: Pool, seed: int = 0, progress: Callable[[int, int], None] | None 
             pool.write_unchecked(layer, slots[start : start + len(rows)], rows.bfloat16())
         if progress:
             progress(layer + 1, pool.layers)
+
+
+def fill_index(pool: Pool, seed: int = 0) -> None:
+    """An index key of noise for every slot of the layers that have an index, whatever their rows.
+
+    Keys, as queries, are rotated by a Hadamard matrix before they are stored, which leaves no
+    channel heavier than another.
+    """
+    total, width = pool.pool_tokens + pool.page_size, pool.model.index_head_dim
+    slots = torch.arange(total, device=pool.device)
+    for layer in pool.index:
+        generator = torch.Generator(pool.device).manual_seed(seed * 100_003 + 50_000 + layer)
+        for part in slots.split(KEY_ROWS):
+            keys = torch.empty(len(part), width, device=pool.device).normal_(generator=generator)
+            pool.write_keys_unchecked(layer, part, keys)

@@ -103,12 +103,6 @@ class Table:
             sizes, ms = self.rows[1]
             if sizes[0] <= size <= sizes[-1]:
                 return Found(float(np.interp(size, sizes, ms)), "inside")
-        """ms of one layer. Casts and writes, whose time is a line over bytes, go straight from
-        point to point."""
-        if self.key.phase != "attention" and len(self) > 1 and len(self.rows) == 1:
-            sizes, ms = self.rows[1]
-            if sizes[0] <= size <= sizes[-1]:
-                return Found(float(np.interp(size, sizes, ms)), "inside")
         along = _across(self.rows, requests, size, self.base)
         across = _across(self.columns, size, requests, lambda n, R: self.base(R, n))
         if along.place == across.place == "inside":

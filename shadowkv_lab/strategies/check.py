@@ -1,6 +1,7 @@
 """Is a strategy right? Float64, a byte meter, and what a restored request reads."""
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ def count_bytes(step: DecodeStep) -> dict[str, int]:
     found: Counter[str] = Counter()
     rows, choice = [*kept, *own, *step.scratch.values()], []
     if of := step.chooser:
-        choice = [*of.kept.values(), of.scores, of.chosen.pages]
+        choice = [*step.pool.index.values(), of.scores, of.chosen.pages]
     for layer in range(step.pool.layers):
         for phase in step.phases:
             # To attention the chosen slots are a page table, and those are not counted.
@@ -191,17 +192,21 @@ def check(strategy: Strategy, model: "Model | str" = "glm-5", reads: str = "dens
     )
 
 
-def worst_error(step: DecodeStep, phases: tuple[str, ...] | None = None) -> float:
+def worst_error(
+    step: DecodeStep, phases: tuple[str, ...] | None = None, layers: Container[int] | None = None
+) -> float:
     """The worst `output_error` of a step; runs `phases` of it, by default all, layer by layer.
 
-    A layer's choice is overwritten by the next one's, so both are checked as soon as it has run.
+    A layer's choice is overwritten by the next one's, so both are checked as soon as it has run;
+    of `layers` alone if given.
     """
     errors = []
     for layer in range(step.pool.layers):
         step.run_layer(layer, *(step.phases if phases is None else phases))
-        if step.chooser and layer in step.chooser.kept:
-            step.chooser.require_right(layer)
-        errors.append(output_error(step, layer))
+        if layers is None or layer in layers:
+            if step.chooser and layer in step.pool.index:
+                step.chooser.require_right(layer)
+            errors.append(output_error(step, layer))
     return max(errors)
 
 
@@ -216,8 +221,10 @@ def make_step(
         order="random",
         page_size=page_size,
         mirror=getattr(strategy, "mirror", "exact"),
+        index=reads == "dsa",
     )
     synthetic.fill(pool, seed=3)
+    synthetic.fill_index(pool, seed=3)
     batch = pool.batch(3, 40 if page_size == 1 else 70)
     return DecodeStep(strategy, pool, batch, HEADS, backend="reference", reads=reads)
 

@@ -41,7 +41,7 @@ class DecodeStep:
         self.strategy, self.pool, self.batch = strategy, pool, batch
         self.at = [strategy.at(layer) for layer in range(pool.layers)]
         slots = pool.pool_tokens + pool.page_size
-        self.chooser = Index(model, slots, batch, seed) if reads == "dsa" else None
+        self.chooser = Index(pool, batch, seed) if reads == "dsa" else None
         self.reading = self.chooser.chosen if self.chooser else batch
         self.phases = DSA_PHASES if self.chooser else PHASES
         generator = torch.Generator(device).manual_seed(seed)
@@ -97,10 +97,9 @@ class DecodeStep:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stay between steps: the pool, the strategy's own buffers, the index keys."""
+        """Bytes that stay between steps: the pool, its index keys, the strategy's own buffers."""
         own = (buffer.nbytes for buffers in self.buffers for buffer in buffers.values())
-        keys = self.chooser.kept_bytes if self.chooser else 0
-        return self.pool.kept_bytes + sum(own) + keys
+        return self.pool.kept_bytes + sum(own)
 
     @property
     def scratch_bytes(self) -> int:
@@ -119,12 +118,12 @@ class DecodeStep:
 
     def index(self, layer: int) -> None:
         """Write the new tokens' index keys and score the live ones, if the layer chooses."""
-        if layer in self.chooser.kept:
+        if layer in self.pool.index:
             self.chooser.score(layer)
 
     def top_k(self, layer: int) -> None:
         """Choose the rows that this layer reads, and those after it that do not choose."""
-        if layer in self.chooser.kept:
+        if layer in self.pool.index:
             self.chooser.choose()
 
     def cast(self, layer: int) -> None:

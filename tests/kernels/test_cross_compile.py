@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from shadowkv_lab.kernels import append, decode, index_scores, launch, widen
+from shadowkv_lab.kernels import append, decode, indexer, launch, widen
 from shadowkv_lab.kernels import decode_pairs, decode_words
 
 arch = int(sys.argv[1])
@@ -89,11 +89,19 @@ found["combine"] = compiled(
 for heads in (32, 64):
     for slots in (1, 64):
         found[f"index scores {heads} page {slots}"] = compiled(
-            index_scores.scores_kernel,
+            indexer.scores_kernel,
             dict(q="*fp8e4nv", weights="*fp32", keys="*fp8e4nv", scales="*fp32", out="*fp32",
                  pages="*i32", indptr="*i32", lens="*i32", stride="i32", longest="i32"),
-            dict(HEADS=heads, WIDTH=128, TOKENS=index_scores.TOKENS, SLOTS=slots, KEYS=64,
+            dict(HEADS=heads, WIDTH=128, TOKENS=indexer.TOKENS, SLOTS=slots, KEYS=64,
                  WIDE=False), 4)
+    found[f"take page {64 if heads == 64 else 1}"] = compiled(
+        indexer.take_kernel,
+        dict(places="*i64", pages="*i32", indptr="*i32", taken="*i32", ends="*i32", most="i32"),
+        dict(SLOTS=64 if heads == 64 else 1, PLACES=indexer.PLACES), 4)
+found["write keys"] = compiled(
+    indexer.write_kernel,
+    dict(fresh="*bf16", slots="*i64", keys="*fp8e4nv", scales="*fp32", stride="i32"),
+    dict(MAX=448.0, SMALLEST=1e-4, WIDTH=128, KEYS=64), 1)
 print(json.dumps(found))
 """
 

@@ -139,7 +139,7 @@ def test_a_score_may_be_negative_and_a_head_may_count_against_a_token():
 
 
 def run_kernel(lens, page_size, device, heads=HEADS):
-    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.index_scores")
+    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.indexer")
     batch = a_batch(lens, page_size, device)
     q, projected, kept = an_index(batch, device, heads=heads)
     stored, weights = index.query(q, projected)
@@ -159,6 +159,49 @@ def test_the_kernel_gives_the_scores_and_leaves_the_rest(device, page_size, head
         assert (out[b, lens[b] :] == float("-inf")).all()
 
 
+@pytest.mark.parametrize("count", [1, 70])
+def test_the_kernel_writes_keys_as_the_reference_does(device, count):
+    """Bit for bit, page and scale, a key of zeros among them.
+
+    On a CPU the keys are those that e4m3 holds exactly: Triton's interpreter rounds FP8 wrongly.
+    """
+    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.indexer")
+    noise = torch.Generator().manual_seed(2)
+    keys = torch.randn(count, WIDTH, generator=noise) * torch.logspace(-6, 4, count)[:, None]
+    if device.type == "cpu":
+        codes = torch.randint(0, 0x7F, (count, WIDTH), generator=noise, dtype=torch.uint8)
+        codes[:, 0] = 0x7E  # 448: the scale is a power of two
+        keys = codes.view(FP8).float() * 2.0 ** torch.arange(count)[:, None].remainder(9)
+    keys[-1] = 0.0
+    keys, slots = keys.bfloat16(), torch.randperm(200, generator=noise)[:count]
+    wanted, kept = index.pages(200, WIDTH), index.pages(200, WIDTH, device)
+    index.write(wanted, slots, keys)
+    triton_kernel.write(kept, slots.to(device), keys.to(device))
+    assert torch.equal(kept.cpu(), wanted) and wanted.any()
+    with pytest.raises(OutOfRange, match="The keys"):
+        triton_kernel.write(kept, slots.to(device), keys.half().to(device))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_the_kernel_takes_the_slots_of_the_highest(device, page_size):
+    """Requests longer and shorter than what is chosen; the oracle sorts."""
+    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.indexer")
+    for lens, topk in (([90, 7, 33], 16), ([1500, 1400], 1100)):
+        batch, short = a_batch(lens, page_size, device), [min(topk, n) for n in lens]
+        found = torch.full((len(lens), max(lens)), float("-inf"))
+        for b, n in enumerate(lens):
+            found[b, :n] = torch.randn(n, generator=torch.Generator().manual_seed(b))
+        found, chosen = found.to(device), a_batch(short, 1, device)
+        for take in (triton_kernel.take, index.take):
+            chosen.pages.fill_(-1)
+            take(found, batch, chosen)
+            for b, n in enumerate(lens):
+                best = np.argsort(-found[b, :n].cpu().numpy())[:topk]
+                start = chosen.token_offsets()[b]
+                taken = chosen.pages[start : start + short[b]].tolist()
+                assert sorted(taken) == sorted(batch.slots(b).cpu().numpy()[best].tolist())
+
+
 @pytest.mark.gpu
 def test_the_kernel_chooses_as_float64_does_at_full_size():
     """2,048 of 20,000 tokens: whatever differs is tied with the last chosen."""
@@ -172,7 +215,7 @@ def test_the_kernel_chooses_as_float64_does_at_full_size():
 
 
 def test_wrong_tensors_are_refused():
-    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.index_scores")
+    triton_kernel = pytest.importorskip("shadowkv_lab.kernels.indexer")
     batch = a_batch([20, 20], 1)
     q, projected, kept = an_index(batch)
     stored, weights = index.query(q, projected)
