@@ -334,7 +334,7 @@ def profile(server: Server, folder: Path, limit_s: float) -> str:
 
     def decode() -> None:  # long enough that the profile falls into its decode steps
         try:
-            sampling = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+            sampling = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
             sent = {"input_ids": asked, "stream": True, "sampling_params": sampling}
             for line in server.post("/generate", sent, limit_s):
                 if line.startswith(b"data: {"):
