@@ -28,9 +28,9 @@ FOLDER = ("runs", "server")
 WITHIN = 0.05  # how far a prediction may be off
 # What a strategy changes in a step, by the kernels' names in FlashInfer, SGLang, torch and here.
 GROUPS = {
-    "attention": ("BatchMLA", "pairs_kernel", "combine_kernel"),
+    "attention": ("BatchMLA", "pairs_kernel", "warps_kernel", "combine_kernel"),
     "FP8 conversions of new rows": ("float8_copy_kernel_cuda",),
-    "write to the pool": ("set_mla_kv_buffer_kernel",),
+    "write to the pool": ("set_mla_kv_buffer_kernel", "append_kernel"),  # ours mirrors as well
     "mirror of new rows": ("widen_kernel",),
     "copies of queries": ("elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast",),
 }

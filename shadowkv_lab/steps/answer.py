@@ -21,7 +21,7 @@ ANCHORS = {
     "glm5-report": "the GLM-5 report: 8x RTX PRO 6000, full cast, 95.6 ms",
     "rtx6kpro": "rtx6kpro: GLM-5 on 8x RTX PRO 6000, BF16 pool, about 51 tok/s",
     "sglang-35291": "sglang #35291: DeepSeek-R1 on 8x H200, BF16 pool, 17.2 ms",
-    "h200-server": "SGLang on one H200, 78 dense layers, BF16 pool, 6.9 ms",
+    "h200-server": "SGLang on one H200, 78 dense layers, BF16 pool, 7.0 ms",
 }
 
 

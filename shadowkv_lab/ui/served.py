@@ -19,7 +19,7 @@ def title(side: str) -> str:
 def figure(run: runs.ServerRun, requests: int = 1, input_tokens: int = 1024) -> go.Figure:
     """One load: ms per token of every side, slowest first, and a diamond where it was predicted.
 
-    The finding names plain SGLang and the fastest side with its tokens.
+    The finding names plain SGLang and the fastest side with its tokens under every load.
     """
     table = run.table()
     part = table[(table.requests == requests) & (table.input == input_tokens)]
@@ -44,7 +44,8 @@ def figure(run: runs.ServerRun, requests: int = 1, input_tokens: int = 1024) -> 
             )
         )
     load = f"{requests} x {input_tokens:,} tokens"
-    plain, same = part[part.side == "plain"], part[part.same_tokens == True]  # noqa: E712
+    alike = table.groupby("side").same_tokens.agg(lambda same: all(s is True for s in same))
+    plain, same = part[part.side == "plain"], part[part.side.map(alike)]
     finding = f"{load} in SGLang {run.info['versions'].get('sglang', '')}"
     if len(plain) and len(same):
         best = same.iloc[-1]
@@ -101,5 +102,5 @@ def every(sides: tuple[str, ...] = ("plain", "shadow")) -> pd.DataFrame:
         for m in run.all
         if m.side in sides
     ]
-    index = ["run", "date", "revision", "side"]
+    index = ["date", "run", "revision", "side"]
     return pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").round(2)
