@@ -33,6 +33,7 @@ INDEX_FROM = 2049  # the shortest published context at which an index chooses
 WITH_WRITE = {"flash_attention", "trtllm_mla", "triton", "trtllm_default"}  # the published ones
 REQUESTS, SIZES = 2.0 ** np.arange(11), 2.0 ** np.arange(7, 21)  # of a table as a formula
 HOST_BOUND = 1.2  # an eager step this much longer than its replay waits for the host
+CHOICE = ("index", "top_k")  # the phases that an index adds
 EDGE = 1.001  # a size this close to a table's range is inside it
 
 
@@ -46,6 +47,7 @@ class Key(NamedTuple):
     heads: int
     page_size: int = 0  # 0: as the kernel has it
     gathered: bool = False  # its rows lie one behind the other, not where the slots happen to
+    chosen: bool = False  # an index chose its rows, in a step that has the index' launches too
 
 
 class Point(NamedTuple):
@@ -181,7 +183,7 @@ def _lines(cells: dict) -> dict:
 def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
     """`launch + passes x bytes / (reach x bandwidth)` of a key's card, in ms of one layer.
 
-    Of an index, whose times are growth: `choice + tokens of a request + bytes`.
+    Of an index' growth: `choice + tokens of a request + bytes`.
     """
     gb_per_s = bandwidth(key.card) * REACH
     passes = passes_of(key)
@@ -194,7 +196,7 @@ def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
         """Its top-k takes each request alone, so the longest one's tokens count, not all bytes."""
         return CHOICE_MS + CHOICE_MS_PER_TOKEN * more + base(requests, more) - launch
 
-    return index if key.phase == "index" else base
+    return index if key.phase == "index growth" else base
 
 
 def passes_of(key: Key) -> int:
@@ -239,8 +241,10 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
         full = read >= s.setting.pool_tokens
+        if load.reads == "dsa":
+            found += _of_index(s)
         for p in s.phases:
-            if p.curve is None or p.ms <= 0:
+            if p.curve is None or p.ms <= 0 or p.name in CHOICE:
                 continue
             attention = p.name == "attention"
             key = Key(
@@ -252,6 +256,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 (1 if load.reads == "dsa" else s.setting.page_size) if attention else 0,
                 # Scratch of the live rows alone, and not of a whole pool, is read row by row.
                 bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
+                attention and load.reads == "dsa",
             )
             ms = p.ms + (gaps_ms if attention else 0.0)
             found.append(
@@ -275,6 +280,24 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)
             found.append(point)
     return found
+
+
+def _of_index(s: Step) -> list[Point]:
+    """A step's scores (with the new keys' writes) and choice, each of one layer that chooses."""
+    load, layers = s.setting.load, len(s.setting.model.choosing)
+    return [
+        Point(
+            Key(p.name, f"lab_{p.name}", "", s.card, 0),
+            load.concurrency,
+            load.context,
+            p.bytes / layers,
+            p.ms / layers,
+            Kind.RECORDED,
+            s.origin.date,
+        )
+        for p in s.phases
+        if p.name in CHOICE and p.ms > 0
+    ]
 
 
 def of_bench(path: Path) -> list[Point]:
@@ -362,7 +385,7 @@ def index_growth() -> list[Point]:
         if n <= INDEX_FROM or not (alike := ms.keys() & first.keys()):
             continue
         grown, more = median(ms[a] - first[a] for a in alike), n - INDEX_FROM
-        key = Key("index", "sglang_dsa_indexer", "", card, 0)
+        key = Key("index growth", "sglang_dsa_indexer", "", card, 0)
         found.append(Point(key, R, more, R * more * row_bytes, grown, Kind.PUBLISHED))
     return found
 
@@ -372,9 +395,12 @@ def _published(stamps: tuple) -> list[Point]:
     return published()
 
 
-def shipped() -> list[Point]:
-    """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables."""
-    found = of_steps(steps.recorded())
+def shipped(measured: Iterable[Step] | None = None) -> list[Point]:
+    """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables.
+
+    With `measured` those steps alone beside the rest.
+    """
+    found = of_steps(steps.recorded() if measured is None else measured)
     seen = {(p.key, p.requests, p.size) for p in found if p.exact}
     for _, points in facts.each(facts.files("runs", "*_kernels.json"), of_bench):
         found += (p for p in points if (p.key, p.requests, p.size) not in seen)
