@@ -229,6 +229,13 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
     phases of an eager step overlap with the host's work, and say nothing.
     """
     found, replayed, measured = [], {}, list(measured)
+    # Casts and writes are those of dense steps: theirs come first where both were recorded.
+    dense = {
+        (p.name, p.curve, s.card)
+        for s in measured
+        for p in s.phases
+        if s.mode == "graph" and s.setting.load.reads == "dense"
+    }
     for s in measured:
         if s.mode != "graph":
             continue
@@ -247,6 +254,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             if p.curve is None or p.ms <= 0 or p.name in CHOICE:
                 continue
             attention = p.name == "attention"
+            if load.reads == "dsa" and not attention and (p.name, p.curve, s.card) in dense:
+                continue
             key = Key(
                 p.name,
                 p.curve,
@@ -273,8 +282,8 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             )
     for s in measured:
         on_a_gpu = replayed.get((s.strategy.label, s.setting, s.card))
-        dense = s.setting.load.reads == "dense"  # an index has launches of its own
-        if s.mode == "eager" and dense and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
+        plain = s.setting.load.reads == "dense"  # an index has launches of its own
+        if s.mode == "eager" and plain and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
             key, load = Key("host", s.strategy.label, "", s.card, 0), s.setting.load
             ms, each = s.ms / s.setting.model.layers, load.live_tokens / load.new_tokens
             point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)
@@ -283,11 +292,14 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
 
 
 def _of_index(s: Step) -> list[Point]:
-    """A step's scores (with the new keys' writes) and choice, each of one layer that chooses."""
+    """A step's scores (with the new keys' writes) and choice, each of one layer that chooses.
+
+    Where all rows are chosen, the choice is another work: a table of its own.
+    """
     load, layers = s.setting.load, len(s.setting.model.choosing)
     return [
         Point(
-            Key(p.name, f"lab_{p.name}", "", s.card, 0),
+            Key(p.name, choosing(p.name, load.context, s.setting.model.index_topk), "", s.card, 0),
             load.concurrency,
             load.context,
             p.bytes / layers,
@@ -298,6 +310,11 @@ def _of_index(s: Step) -> list[Point]:
         for p in s.phases
         if p.name in CHOICE and p.ms > 0
     ]
+
+
+def choosing(phase: str, context: float, topk: int) -> str:
+    """The name under which scores ("index") and choices ("top_k") are kept."""
+    return {"index": "lab_index"}.get(phase, "torch_topk" + " of all" * (context <= topk))
 
 
 def of_bench(path: Path) -> list[Point]:

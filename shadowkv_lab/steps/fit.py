@@ -18,6 +18,7 @@ from shadowkv_lab.errors import NoAnswer, UnknownName
 from shadowkv_lab.machine import Card
 from shadowkv_lab.provenance import Kind, Provenance, assumed, calibrated
 from shadowkv_lab.steps import evidence
+from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.evidence import LAUNCH_MS, REACH, Key, Point, Table, table_of
 from shadowkv_lab.steps.step import Step
 
@@ -166,9 +167,12 @@ class Fit:
             kind, basis = calibrated, "index"
         return Answer(max(found.ms, floor), nearest.kernel, basis, kind(", ".join(words)))
 
-    def choice(self, phase: str, card: str, requests: float, context: float) -> Answer | None:
+    def choice(
+        self, phase: str, card: str, requests: float, context: float, topk: int
+    ) -> Answer | None:
         """One layer's scores ("index") or choice ("top_k") where they were recorded on a card."""
-        here = self.of(phase, "", card)
+        name = evidence.choosing(phase, context, topk)
+        here = [k for k in self.of(phase, "", card) if k.kernel == name]
         if not here:
             return None
         table = self.tables[here[0]]
@@ -418,6 +422,22 @@ def fit(measured: Sequence[Step] | None = None) -> Fit:
 @cache
 def _shipped(*stamps: tuple) -> Fit:
     return fit_points([*evidence.shipped(), *evidence.index_growth()], ranges())
+
+
+def by_published_index() -> Fit:
+    """All that is shipped but recorded DSA steps: scores and choice grow as published modules do.
+
+    A recorded choice is torch's top-k; an engine's own kernel, which is in the modules, is faster
+    at short contexts.
+    """
+    stamps = [facts.stamps("runs", pattern) for pattern in ("*.jsonl", "*_kernels.json")]
+    return _without_dsa(*stamps, facts.stamps("published/tables", "*.csv"))
+
+
+@cache
+def _without_dsa(*stamps: tuple) -> Fit:
+    dense = [s for s in steps.recorded() if s.setting.load.reads == "dense"]
+    return fit_points([*evidence.shipped(dense), *evidence.index_growth()], ranges())
 
 
 def ranges() -> dict[str, tuple[float, float]]:

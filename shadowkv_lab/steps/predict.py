@@ -206,9 +206,10 @@ def _index(
     do not explain of the growth is the top-k's, with a launch of its own.
     """
     load, layers, name = setting.load, len(setting.model.choosing), _name(card)
-    like = (setting.model.index_heads, setting.model.index_topk) == PUBLISHED_INDEX
+    topk = setting.model.index_topk
+    like = (setting.model.index_heads, topk) == PUBLISHED_INDEX
     sizes = dict(index=index_bytes, top_k=top_k_bytes)
-    own = {p: fitted.choice(p, name, load.concurrency, load.context) for p in sizes}
+    own = {p: fitted.choice(p, name, load.concurrency, load.context, topk) for p in sizes}
     if all(own.values()):
         found = [_phase_of(p, own[p], layers, size, fitted) for p, size in sizes.items()]
         how = assumed("recorded of GLM-5's 32 index heads and top-k 2,048")

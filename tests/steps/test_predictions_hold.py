@@ -110,7 +110,8 @@ def test_the_newest_recorded_row_of_every_point_comes_back(mode):
             point = (s.strategy.label,)
         mixed = any(p.bytes and p.curve is None for p in s.phases)
         load = None if casts else s.setting.load
-        if s.mode == mode and not mixed:
+        # Of a DSA step the gaps differ between contexts that read as many rows.
+        if s.mode == mode and not mixed and s.setting.load.reads == "dense":
             newest[(*point, s.setting.heads, load, s.setting.model.name)] = s
     assert len(newest) >= (9 if mode == "eager" else 70)
     for s in newest.values():
