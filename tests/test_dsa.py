@@ -24,7 +24,12 @@ from shadowkv_lab.strategies.step import DecodeStep
 from tests.kernels.test_index import by_hand
 
 GLM = load_model("glm-5")
-VARIANTS = ["shadow(layers=1)", "hot_set(rows=300)", "shared_shadow(layers=1,rows=300)"]
+VARIANTS = [
+    "shadow(layers=1)",
+    "chosen_set(rows=300)",
+    "hot_set(rows=300)",
+    "shared_shadow(layers=1,rows=300)",
+]
 
 
 @pytest.fixture

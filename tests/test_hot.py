@@ -266,7 +266,10 @@ def test_it_is_measured_over_several_loads_of_one_pool():
 
 
 def test_they_are_options_and_no_columns():
-    assert set(OPTIONS) == {"hot_set", "shared_shadow"} and not OPTIONS.keys() & STRATEGIES.keys()
+    assert (
+        set(OPTIONS) == {"hot_set", "shared_shadow", "chosen_set"}
+        and not OPTIONS.keys() & STRATEGIES.keys()
+    )
     colours = [kind().tag.colour for kind in (*STRATEGIES.values(), *OPTIONS.values())]
     assert len(set(colours)) == len(colours)
     report = published_deployment()

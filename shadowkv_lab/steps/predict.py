@@ -168,11 +168,9 @@ def _phase(
     fitted: Fit,
     backend: str | None,
 ) -> Phase:
-    load, found = setting.load, []
+    found = []
     for strategy, count in layers.items():
-        moves = strategy.moves(
-            setting.model, setting.pool_tokens, setting.read_tokens, load.new_tokens
-        )
+        moves = strategy.moves_of(setting)
         if not (bytes_ := getattr(moves, f"{name}_bytes")):
             continue
         curves = {"attention": backend, "cast": strategy.cast_curve, "write": strategy.write_curve}

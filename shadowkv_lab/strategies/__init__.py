@@ -6,6 +6,7 @@ import re
 from shadowkv_lab.errors import OutOfRange, UnknownName
 from shadowkv_lab.strategies.base import OPTIONS, STRATEGIES, Label, Moves, Strategy
 from shadowkv_lab.strategies.bf16_pool import BF16Pool
+from shadowkv_lab.strategies.chosen import ChosenSet
 from shadowkv_lab.strategies.full_cast import FullCast
 from shadowkv_lab.strategies.fused_fp8 import FusedFP8
 from shadowkv_lab.strategies.gather_cast import GatherCast
@@ -18,6 +19,7 @@ __all__ = [
     "OPTIONS",
     "STRATEGIES",
     "BF16Pool",
+    "ChosenSet",
     "FullCast",
     "FusedFP8",
     "GatherCast",

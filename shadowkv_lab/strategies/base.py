@@ -233,6 +233,11 @@ class Strategy:
         rows = (sum(self.at(i).buffers(model).values()) for i in range(model.layers))
         return sum(rows) * model.row_bytes("bf16")
 
+    def moves_of(self, setting: Setting) -> Moves:
+        """Bytes of one layer at a setting: `moves` of the rows that it reads."""
+        P, R = setting.pool_tokens, setting.load.new_tokens
+        return self.moves(setting.model, P, setting.read_tokens, R)
+
     def step_moves(self, model: Model, P: int, L: int, R: int) -> Moves:
         """Bytes that a whole step moves, all layers."""
         layers = [self.at(i).moves(model, P, L, R) for i in range(model.layers)]
@@ -253,7 +258,8 @@ class Strategy:
         Raises `CannotRun` where the load reads by an index that the model does not have.
         """
         model, load, A = setting.model, setting.load, setting.read_tokens
-        cast, attention, write = self.step_moves(model, setting.pool_tokens, A, load.new_tokens)
+        layers = [self.at(i).moves_of(setting) for i in range(model.layers)]
+        cast, attention, write = map(sum, zip(*layers, strict=True))
         found = {"cast": cast, "attention": attention, "write": write}
         if load.reads == "dense":
             return found
