@@ -103,4 +103,6 @@ def every(sides: tuple[str, ...] = ("plain", "shadow")) -> pd.DataFrame:
         if m.side in sides
     ]
     index = ["date", "run", "revision", "side"]
-    return pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").dropna(axis=1).round(2)
+    return (
+        pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").dropna(axis=1).round(2)
+    )
