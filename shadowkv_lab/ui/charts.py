@@ -162,7 +162,13 @@ def bar(
     said = [""] * len(y) if hover is None else list(hover)
     label, value = ("x", "y") if upright else ("y", "x")
     marker = {"color": colour if isinstance(colour, str) else list(colour), "opacity": opacity}
-    marker["pattern"] = {"shape": [Kind(word).pattern for word in words]}
+    shapes = [Kind(word).pattern for word in words]
+    if any(shapes):
+        marker["pattern"] = {"shape": shapes}
+        if not isinstance(colour, str):
+            # plotly looks for what stands out from one colour, and warns at length of a list: each
+            # bar's own is taken all the same.
+            marker["pattern"]["bgcolor"] = "#888888"
     return {
         "type": "bar",
         label: y,

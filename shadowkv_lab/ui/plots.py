@@ -83,8 +83,7 @@ export default {
       if (due || !place.offsetWidth) return;
       due = true;
       try { plotly = await loaded(model); } finally { due = false; }
-      const {spec, stale} = JSON.parse(held.get('value'));
-      if (stale) spec.layout.paper_bgcolor = spec.layout.plot_bgcolor = '#dddddd';
+      const spec = JSON.parse(held.get('value'));
       const types = of => of?.data.map(trace => trace.type).join();
       const now = structuredClone(spec);  // plotly writes into what it is given
       if (types(shown) === types(spec)) change(plotly, place, shown, now);
@@ -116,35 +115,23 @@ class Plot(anywidget.AnyWidget):
     """
 
     _esm = SCRIPT
+    of: go.Figure | None = None  # what the JSON was made of
     held = traitlets.Unicode().tag(sync=True)  # the id of the widget that holds the figure as JSON
     plotly = traitlets.Unicode().tag(sync=True)  # of the one that holds plotly.js
 
     def __init__(self, spec: dict):
-        self._told, self._holder = {"spec": spec, "stale": False}, w.HTML()
-        self._tell()
+        self._holder = w.HTML()
+        self.spec = spec
         super().__init__(held=self._holder.model_id, plotly=_plotly().model_id)
-
-    def _tell(self, **new) -> None:
-        self._told = self._told | new
-        self._holder.value = json.dumps(self._told)
 
     @property
     def spec(self) -> dict:
         """What is shown, as plain JSON."""
-        return self._told["spec"]
+        return self._spec
 
     @spec.setter
     def spec(self, spec: dict) -> None:
-        self._tell(spec=spec)
-
-    @property
-    def stale(self) -> bool:
-        """Whether it is shown in grey, as an older setting's."""
-        return self._told["stale"]
-
-    @stale.setter
-    def stale(self, stale: bool) -> None:
-        self._tell(stale=stale)
+        self._spec, self._holder.value = spec, json.dumps(spec)
 
     @property
     def figure(self) -> go.Figure:
@@ -170,16 +157,20 @@ def draw(
 ) -> list[Plot]:
     """Make `shown` show `figures`; returns the plots, new ones where there are more figures.
 
-    `fit` makes a figure plain JSON for that width in pixels, as `fitted` does.
+    `fit` makes a figure plain JSON for that width in pixels, as `fitted` does. A figure that is
+    shown already is not fitted again.
     """
     plots = []
     for i, figure in enumerate(figures):
-        spec = (fit or fitted)(figure, width)
-        if i < len(shown):
-            shown[i].spec = spec
-            plots.append(shown[i])
-        else:
-            plots.append(Plot(spec))
+        plot = shown[i] if i < len(shown) else None
+        if plot is None or plot.of is not figure:
+            spec = (fit or fitted)(figure, width)
+            if plot is None:
+                plot = Plot(spec)
+            else:
+                plot.spec = spec
+            plot.of = figure
+        plots.append(plot)
     return plots
 
 
@@ -250,9 +241,29 @@ def fitted(figure: go.Figure, width: int) -> dict:
         layout["height"] = min(height, drawn + margin["t"] + margin.get("b", 80))
     if width < PHONE:
         _for_a_phone(spec)
+    _fix_margins(layout, spec["data"])
     _make_room(spec)
     layout["title"]["y"] = 1 - 20 / layout["height"]
     return spec
+
+
+def _fix_margins(layout: dict, traces: Sequence[dict]) -> None:
+    """Margins for the labels as long as they are guessed to be.
+
+    plotly measures labels once a figure is drawn, and draws it again where its margins were
+    others: that doubles what an update takes. Names below standing bars may turn, so they are
+    left to it.
+    """
+    lying = any(t.get("orientation") == "h" for t in traces)
+    named = any(isinstance(x, str) for t in traces for x in (t.get("x") or ())[:1])
+    for name in layout:
+        if name.startswith(("xaxis", "yaxis")) and not (named and name.startswith("xaxis")):
+            layout[name] = layout[name] | {"automargin": False}
+    if lying:
+        names = {str(name) for t in traces for name in t.get("y") or () if name}
+        shown = layout.get("yaxis", {}).get("ticktext", names)
+        longest = max((len(line) for name in shown for line in name.split("<br>")), default=0)
+        layout["margin"]["l"] = max(layout["margin"].get("l", 0), 20 + CHAR_PX * longest)
 
 
 def _for_a_phone(spec: dict) -> None:
@@ -285,13 +296,7 @@ def _make_room(spec: dict) -> None:
     if not bars or "range" not in axis or axis.get("type") == "log":
         return
     names = {str(name) for trace in bars for name in trace.get("y") or () if name}
-    lines = [
-        line
-        for name in layout.get("yaxis", {}).get("ticktext", names)
-        for line in name.split("<br>")
-    ]
-    left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, lines), default=0))
-    plot = layout["width"] - left - layout["margin"].get("r", 20)
+    plot = layout["width"] - layout["margin"]["l"] - layout["margin"].get("r", 20)
 
     def broken(text: str) -> str:
         fits = CHAR_PX * len(text) + 10 < 0.75 * plot

@@ -531,7 +531,6 @@ def measured_here(at: Deployment, load: Load, report, cancelled=lambda: False) -
 
 CSS = """<style>
 .sk-screen { container-type: inline-size; }
-.sk-stale { opacity: 0.4; }
 .sk-grid { display: grid !important; gap: 0 14px; align-items: start; width: 100%;
   grid-template-columns: minmax(236px, 262px) minmax(350px, 1.8fr) minmax(244px, 1fr); }
 .sk-grid > .widget-vbox { overflow: visible; min-width: 0; }
@@ -565,7 +564,7 @@ class Screen(App):
     """The application in three columns: what I have, the answer, and when it changes."""
 
     def __init__(self, of, settings: dict):
-        self.said, self.rows = w.HTML(), w.HTML()
+        self.answer = w.HTML()
         self.measuring: threading.Event | None = None  # set: stop
         super().__init__(of, settings)
         for control in self.controls.values():
@@ -612,7 +611,7 @@ class Screen(App):
         buttons.children = [*buttons.children[:2], self.measure]
         columns = [
             w.VBox([*left, buttons, working, self.status, self.error]),
-            w.VBox([self.said, self.rows]),
+            self.answer,
             w.VBox([self.controls["along"], self.plots]),
         ]
         for column, name in zip(columns, ("sk-left", "sk-middle", "sk-right"), strict=True):
@@ -669,10 +668,12 @@ class Screen(App):
         if self.measuring is not None:
             self.cancel.layout.display = ""
 
-    def _grey(self, stale: bool) -> None:
-        super()._grey(stale)
-        for part in (self.said, self.rows):
-            (part.add_class if stale else part.remove_class)("sk-stale")
+    @property
+    def _answers(self) -> tuple[w.Widget, ...]:
+        return self.answer, self.plots
+
+    def _answer(self, view: View) -> None:
+        self.answer.value = view.said + view.rows  # one message; the note is for a command
 
     def _settle(self, settings: dict, slow: bool) -> None:
         super()._settle(settings, slow)
@@ -694,7 +695,6 @@ class Screen(App):
             self.beside[name].value = said
 
     def _draw(self, figures) -> None:
-        self.said.value, self.rows.value = self.view.said, self.view.rows
         self._show(plots.draw(self.plots.children, figures, 0, fit=_fluid))
 
 
@@ -704,6 +704,8 @@ def _fluid(figure, width: int) -> dict:
     layout = spec["layout"]
     title = layout["title"]["text"]
     layout |= {"height": HEIGHT, "autosize": True, "showlegend": False}
+    for axis in ("xaxis", "yaxis"):  # margins that follow the labels draw every figure twice
+        layout[axis] = layout[axis] | {"automargin": False}
     layout.pop("width", None)
     layout["margin"] = {"l": 44, "r": 8, "t": 76, "b": 36}
     layout["font"] = {"size": 10.5}
