@@ -394,7 +394,7 @@ def _short(number: float) -> str:
 def _through(along: str, load: Load, limit: int) -> str:
     """What is held along an axis."""
     parts = {
-        "concurrency": f"{load.concurrency} request{'s' * (load.concurrency != 1)}",
+        "concurrency": charts.requests(load.concurrency),
         "context": f"context {int(load.context):,}",
         "pool": f"pool up to {limit:,} tokens",
     }

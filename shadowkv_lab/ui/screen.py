@@ -442,9 +442,9 @@ def _footnotes(s: dict, at: Deployment) -> str:
     if s["start"] == REPORT:
         told.append(
             "The report measured 95.6 ms with full cast and 74.1 with its shadow; a shadow should "
-            "leave 31.0 (its context and card are not reported, 1,024 tokens are assumed). "
-            "A server of the same class, rtx6kpro, shows 51 tok/s with a BF16 pool: the report's "
-            "rest was slow itself."
+            "leave 31.0 (context and card are not reported; 1,024 tokens are assumed). rtx6kpro, a "
+            "server of the same class, shows 51 tok/s with a BF16 pool: the report's rest was "
+            "slow itself."
         )
     if s["start"] == "h200-server":
         told.append(html.escape(facts.find("published", "published result", s["start"])["note"]))
@@ -459,7 +459,7 @@ def _footnotes(s: dict, at: Deployment) -> str:
         told.append(f"Measured here, a step on {first.card} of {first.setting}: {times}.")
     if not told:
         return ""
-    return f'<div class=sk-say style="font-size:11px;color:#555">{" ".join(told)}</div>'
+    return f'<div class=sk-say style="font-size:10.5px;color:#555">{" ".join(told)}</div>'
 
 
 TABLE = (
@@ -544,15 +544,20 @@ CSS = """<style>
 .sk-left .shadowkv-beside .widget-html-content { overflow: hidden; max-height: 26px;
   line-height: 1.2 !important; display: -webkit-box; -webkit-line-clamp: 2;
   -webkit-box-orient: vertical; }
-.sk-left .widget-inline-hbox { margin: 1px 0; height: 27px; }
+.sk-left .widget-inline-hbox { margin: 1px 0; height: 25px; }
+.sk-left .widget-hprogress[style*="visibility: hidden"] { display: none; }
 .sk-right .widget-toggle-buttons > .widget-label { display: none; }
+/* One line, all of which a click selects; pointed at, it shows itself. */
+.sk-screen > .widget-html:last-child .widget-html-content { font-size: 11px; white-space: nowrap;
+  overflow: hidden; text-overflow: ellipsis; line-height: 1.4; }
+.sk-screen > .widget-html:last-child .widget-html-content:hover { white-space: normal; }
 .sk-screen .shadowkv-code { font-size: 11px; }
 .sk-right .widget-toggle-button { width: auto; height: 24px; line-height: 22px; font-size: 11px; }
 @container (max-width: 860px) { .sk-grid { grid-template-columns: 250px 1fr; }
   .sk-right { grid-column: 1 / -1; } }
 @container (max-width: 600px) { .sk-grid { grid-template-columns: 1fr; } }
 </style>"""
-HEIGHT = 264  # of each of the two figures, pixels
+HEIGHT = 262  # of each of the two figures, pixels
 FIXED = {
     "DP": "predictions know no data-parallel attention yet",
     "PP": "predictions know no pipeline stages yet",
@@ -585,7 +590,7 @@ class Screen(App):
                 for name, why in FIXED.items()
             ]
         )
-        why = w.HTML("DP, PP and DCP: predictions do not know them yet")
+        why = w.HTML("DP, PP and DCP: not in the predictions yet")
         why.add_class("shadowkv-beside")
         left = []
         for name, control in self.controls.items():
@@ -709,8 +714,10 @@ def _fluid(figure, width: int) -> dict:
     layout.pop("width", None)
     layout["margin"] = {"l": 44, "r": 8, "t": 76, "b": 36}
     layout["font"] = {"size": 10.5}
+    said = plots.wrapped(title, 40, 50)
+    said = said.replace("<sup>", '<span style="font-size:9.5px">').replace("</sup>", "</span>")
     layout["title"] = {
-        "text": plots.wrapped(title, 40, 56),
+        "text": said,
         "font": {"size": 12},
         "x": 0,
         "xref": "container",

@@ -240,7 +240,9 @@ def test_the_last_answer_is_grey_while_another_is_made(app, monkeypatch):
     assert app.cancel.layout.display == ""
     done.set()
     settle(app)
-    assert "shadowkv-stale" not in app.answer._dom_classes and "H200" in app.settings["card"].upper()
+    assert (
+        "shadowkv-stale" not in app.answer._dom_classes and "H200" in app.settings["card"].upper()
+    )
 
 
 def test_tokens_of_a_step_that_are_accepted_multiply_what_a_step_gives(app):
