@@ -9,7 +9,7 @@ import anywidget
 import ipywidgets as w
 import plotly.graph_objects as go
 import traitlets
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from plotly.utils import PlotlyJSONEncoder
 
 PAGE_WIDTH, GAP = 968, 4  # what a JupyterLab 1400 px wide shows, its side bar open
@@ -39,13 +39,16 @@ class Figures(Sequence):
         return [make() for make in makers] if isinstance(index, slice) else makers()
 
 
-# A page loads plotly.js once, from the widget that holds it, and draws a figure when its place has
-# a size. Then only values that differ are set, which takes plotly less than a figure drawn anew and
-# leaves a zoomed view as it is.
+# A page loads plotly.js once: JupyterLab's own where an output has brought it and it is the same
+# one, else that of the widget that holds it. A figure is drawn when its place has a size; then only
+# values that differ are set, which takes plotly less than a figure drawn anew and leaves a zoomed
+# view as it is.
 SCRIPT = """
 const KEY = 'shadowkv-plotly';
+const there = () => globalThis.Plotly?.version === 'VERSION' ? globalThis.Plotly : undefined;
 const loaded = model => globalThis[KEY] ??= (async () => {
   const held = await model.widget_manager.get_model(model.get('plotly'));
+  if (there()) return there();
   const url = URL.createObjectURL(new Blob([held.get('value')], {type: 'text/javascript'}));
   try { await import(url); } finally { URL.revokeObjectURL(url); }
   return globalThis.Plotly;
@@ -82,7 +85,7 @@ export default {
     const draw = async () => {
       if (due || !place.offsetWidth) return;
       due = true;
-      try { plotly = await loaded(model); } finally { due = false; }
+      try { plotly = there() ?? await loaded(model); } finally { due = false; }
       const spec = JSON.parse(held.get('value'));
       const types = of => of?.data.map(trace => trace.type).join();
       const now = structuredClone(spec);  // plotly writes into what it is given
@@ -103,7 +106,7 @@ export default {
     };
   },
 };
-"""
+""".replace("VERSION", get_plotlyjs_version())
 
 
 class Plot(anywidget.AnyWidget):
