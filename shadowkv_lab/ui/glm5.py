@@ -231,7 +231,7 @@ def profile_bars(profiles: Sequence[Profile], rest: Rest) -> go.Figure:
             f"In the GLM-5 report: {share:.0%} of cast + rest",
         ),
         bars,
-        "share of the step's kernel time (%)",
+        "share of kernel time (%)",
         barmode="stack",
         height=210 + below,
         margin={"t": 90, "b": below},

@@ -14,7 +14,7 @@ from plotly.utils import PlotlyJSONEncoder
 
 PAGE_WIDTH, GAP = 968, 4  # what a JupyterLab 1400 px wide shows, its side bar open
 CHAR_PX = 6.1  # of a label at FONT_SIZE
-TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
+TITLE_PX, SMALL_PX, SUBTITLE_PX = 7.6, 6.1, 6.6  # of a title's characters
 TITLE_SIZE, FONT_SIZE = 14, 11
 PHONE, LINE_PX = 450, 15  # a figure below PHONE wide is a phone's; a label's line
 AXIS_PX, ROW_PX = 58, 20  # below a plot: its ticks and their title, then a legend's rows
@@ -203,6 +203,8 @@ def fitted(figure: go.Figure, width: int) -> dict:
     """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
     spec = plain(figure)
     layout = spec["layout"]
+    if width < PHONE:
+        _for_a_phone(spec)
     lines = []
     for part in _parts(layout.get("title", {}).get("text", "")):
         small = part.startswith("<sup>")
@@ -211,14 +213,18 @@ def fitted(figure: go.Figure, width: int) -> dict:
             lines.append(f"<sup>{line}</sup>" if small else line)
     margin, title, legend = (layout.get(part, {}) for part in ("margin", "title", "legend"))
     height = layout.get("height", 420)
-    # A subtitle stands below the title and needs a line of its own.
-    rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
-    margin = margin | {"t": max(margin.get("t", 0), 34 + 19 * rows)}
-    if legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper":
-        below = AXIS_PX + ROW_PX * _legend_rows(spec, width)
+    # A subtitle stands below the title and needs lines of its own.
+    if subtitle := title.get("subtitle", {}).get("text"):
+        said = textwrap.wrap(subtitle.replace("<br>", " "), int(width / SUBTITLE_PX))
+        title["subtitle"]["text"], subtitle = "<br>".join(said), len(said)
+    margin = margin | {"t": max(margin.get("t", 0), 34 + 19 * (len(lines) + (subtitle or 0)))}
+    if legend.get("orientation") == "h":
+        axis = AXIS_PX + _more_below(spec, width - margin.get("l", 80) - margin.get("r", 80))
+        below = axis + ROW_PX * _legend_rows(spec, width)
         height += max(0, below - margin.get("b", 80))
         margin["b"] = max(below, margin.get("b", 80))
-        legend = legend | {"y": -AXIS_PX / max(height - margin["t"] - margin["b"], 1)}
+        if legend.get("yref", "paper") == "paper":
+            legend = legend | {"y": -axis / max(height - margin["t"] - margin["b"], 1)}
     layout |= {
         "width": width,
         "height": height,
@@ -242,8 +248,6 @@ def fitted(figure: go.Figure, width: int) -> dict:
         plot = width - margin.get("l", 80) - margin.get("r", 80)
         drawn = plot * (high - low) / (right - left)
         layout["height"] = min(height, drawn + margin["t"] + margin.get("b", 80))
-    if width < PHONE:
-        _for_a_phone(spec)
     _fix_margins(layout, spec["data"])
     _make_room(spec)
     layout["title"]["y"] = 1 - 20 / layout["height"]
@@ -257,29 +261,51 @@ def _fix_margins(layout: dict, traces: Sequence[dict]) -> None:
     others: that doubles what an update takes. Names below standing bars may turn, so they are
     left to it.
     """
-    lying = any(t.get("orientation") == "h" for t in traces)
-    named = any(isinstance(x, str) for t in traces for x in (t.get("x") or ())[:1])
+    named = bool(_names(traces, "x"))
     for name in layout:
         if name.startswith(("xaxis", "yaxis")) and not (named and name.startswith("xaxis")):
             layout[name] = layout[name] | {"automargin": False}
-    if lying:
-        names = {str(name) for t in traces for name in t.get("y") or () if name}
-        shown = layout.get("yaxis", {}).get("ticktext", names)
-        longest = max((len(line) for name in shown for line in name.split("<br>")), default=0)
+    shown = layout.get("yaxis", {}).get("ticktext", _names(traces, "y"))
+    if longest := max((len(line) for name in shown for line in str(name).split("<br>")), default=0):
         layout["margin"]["l"] = max(layout["margin"].get("l", 0), 20 + CHAR_PX * longest)
 
 
+def _names(traces: Sequence[dict], axis: str) -> list[str]:
+    """The names along an axis, each once; none where it has numbers."""
+    values = [value for t in traces for value in t.get(axis) or () if isinstance(value, str)]
+    return list(dict.fromkeys(value for value in values if value))
+
+
+def _more_below(spec: dict, plot: float) -> int:
+    """Pixels that the x axis needs beyond ticks and a title of one line: names that turn as they
+    have no room beside one another, and further lines."""
+    names = _names(spec["data"], "x")
+    longest = max(map(len, names), default=0)
+    turned = longest * CHAR_PX > 0.9 * plot / max(1, len(names))
+    lines = spec["layout"].get("xaxis", {}).get("title", {}).get("text", "").count("<br>")
+    return LINE_PX * lines + int(0.55 * longest * CHAR_PX * turned)
+
+
 def _for_a_phone(spec: dict) -> None:
-    """Long names of bars and axes in lines of a few letters."""
+    """Long names of bars, lines, points and axes in lines of a few letters; a tick a decade."""
     layout = spec["layout"]
-    names = [n for t in spec["data"] if t.get("orientation") == "h" for n in t.get("y") or () if n]
-    if names and all(isinstance(name, str) for name in names):
-        names = list(dict.fromkeys(names))
+    if names := _names(spec["data"], "y"):
         shown = ["<br>".join(textwrap.wrap(name, 18)) for name in names]
         layout["yaxis"] = layout.get("yaxis", {}) | {"tickvals": names, "ticktext": shown}
+        layout["margin"] = layout.get("margin", {}) | {"l": 70}
+    for note in layout.get("annotations", ()):
+        if note.get("ax"):  # at the end of a leader
+            note |= {"text": note["text"].replace(", ", "<br>", 1), "font": {"size": 9}}
+            note["align"] = "left"
+    for trace in spec["data"]:
+        if len(trace.get("name") or "") > 44:
+            trace["name"] = "<br>".join(textwrap.wrap(trace["name"], 44))
     for axis in ("xaxis", "yaxis"):
         if text := layout.get(axis, {}).get("title", {}).get("text"):
             layout[axis]["title"]["text"] = "<br>".join(textwrap.wrap(text, 34))
+    x = [v for t in spec["data"] for v in t.get("x") or () if isinstance(v, int | float) and v > 0]
+    if layout.get("xaxis", {}).get("dtick") == "D2" and x and max(x) > 100 * min(x):
+        layout["xaxis"]["dtick"] = 1
 
 
 def _legend_rows(spec: dict, width: int) -> int:
@@ -298,7 +324,7 @@ def _make_room(spec: dict) -> None:
     axis = layout.get("xaxis", {})
     if not bars or "range" not in axis or axis.get("type") == "log":
         return
-    names = {str(name) for trace in bars for name in trace.get("y") or () if name}
+    names = _names(bars, "y")
     plot = layout["width"] - layout["margin"]["l"] - layout["margin"].get("r", 20)
 
     def broken(text: str) -> str:
