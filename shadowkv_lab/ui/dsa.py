@@ -153,7 +153,7 @@ def against_context(frame: pd.DataFrame) -> go.Figure:
         charts.heading(
             f"DSA is the faster way from these tokens on: {said}",
             f"{first.model}, {machine.card(first.card).title}, {first.heads} heads per GPU, "
-            f"{_requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
+            f"{charts.requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
         ),
         traces,
         "step, all layers (ms)",
@@ -182,10 +182,6 @@ def _over_context(title: str, traces: list, y: str, below: int) -> go.Figure:
         legend={"y": -0.22},
         margin={"b": below},
     )
-
-
-def _requests(count: int) -> str:
-    return "one request" if count == 1 else f"{count} requests"
 
 
 def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) -> go.Figure:
@@ -236,7 +232,7 @@ def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) ->
             f"At 128K the index adds {wide:.1f} times what dense BF16 rows add, {narrow:.1f} times "
             "what FP8 rows add",
             f"one layer, {machine.card(card).title}, {heads} heads per GPU, "
-            f"{_requests(concurrency)}; points are differences of published DSA modules",
+            f"{charts.requests(concurrency)}; points are differences of published DSA modules",
         ),
         traces,
         "more than at 2,049 tokens, one layer (us)",
