@@ -27,7 +27,7 @@ from shadowkv_lab.kernels.sglang_triton import SGLangTriton
 from shadowkv_lab.load import Batch, make_batch
 from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
-from shadowkv_lab.sources import synthetic
+from shadowkv_lab.sources import formats, synthetic
 from shadowkv_lab.steps import timing
 from shadowkv_lab.steps.measure import bandwidth, named, release
 from shadowkv_lab.steps.step import Origin
@@ -42,6 +42,8 @@ CASTS = (8192, 65_536, 495_616)
 GATHERS = (1024, 65_536, 131_072)
 APPENDS = (1, 64)
 CHECKED = 1e-2
+PACKED = "fused_fp8, packed rows"
+SPAN = 65_536  # rows packed at once
 
 
 @dataclass(frozen=True)
@@ -327,9 +329,16 @@ def _peers(device: torch.device) -> dict[str, Callable]:
     """Makers of decode attention by name, ours first."""
     from shadowkv_lab.kernels.decode import FusedDecode
 
+    class Packed(FusedDecode):
+        reads = "packed"
+
+        def plan(self, *batch, **options) -> None:
+            super().plan(*batch, packed=True, **options)
+
     peers: dict[str, Callable] = {
         "fused_fp8": FusedDecode,
         "fused_fp8(query=fp8)": lambda: FusedDecode(query="fp8"),
+        PACKED: Packed,
     }
     for reads in ("bf16", "native_fp8"):
         peers[f"flashmla {reads}"] = lambda r=reads: FlashMLA(r, device)
@@ -359,7 +368,7 @@ def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
             group.append(Failure(name, cell.shape, cell.heads, page, cell.queries, reason))
             release(device)
             continue
-        stored = "bf16" if " bf16" in name else "fp8"
+        stored = "packed" if name == PACKED else "bf16" if " bf16" in name else "fp8"
         moved = pool.layers * batch.live_tokens * pool.model.row_bytes(stored)
         group.append((name, found, moved, error, cell.shape, plan_ms))
     yield group
@@ -387,6 +396,17 @@ def _planned(variant: str, reads: str, device: str) -> None:
     kernel.plan(batch, 8, 1.0, rank=512, rope=64)
 
 
+def _packed(pool: Pool) -> list[torch.Tensor]:
+    """The pool's BF16 rows as packed ones [S, 656], made once: 656 B more per slot and layer."""
+    if (PACKED, 0) not in pool.beside:
+        rank = pool.model.kv_lora_rank
+        pool.beside[(PACKED, 0)] = {
+            str(layer): torch.cat([formats.pack(part, rank) for part in rows.split(SPAN)])
+            for layer, rows in enumerate(pool.bf16)
+        }
+    return [*pool.beside[(PACKED, 0)].values()]
+
+
 def time_attention(
     pool: Pool, kernel, batch: Batch, heads: int, queries: int = 1, **plan: object
 ) -> tuple[timing.Timing, float, float]:
@@ -406,7 +426,9 @@ def time_attention(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         plan_ms = (time.perf_counter() - begun) * 1e3
-    rows = pool.bf16 if getattr(kernel, "reads", "fp8") == "bf16" else pool.fp8
+    reads = getattr(kernel, "reads", "fp8")
+    rows = {"bf16": pool.bf16, "packed": _packed}.get(reads, pool.fp8)
+    rows = rows(pool) if callable(rows) else rows
     if hasattr(kernel, "pack"):  # takes queries in a form of its own, returns its own output
         q = [kernel.pack(*both) for both in zip(q_nope, q_pe, strict=True)]
 
@@ -419,9 +441,9 @@ def time_attention(
 
     found = _time(pool, attend)
     layer = int(torch.randint(pool.layers, ()))
+    stored = formats.unpack(rows[layer], rank, rope) if reads == "packed" else rows[layer]
     exact = reference.attend(
-        *(q_nope[layer], q_pe[layer], rows[layer], batch, model.softmax_scale, torch.float64),
-        queries,
+        *(q_nope[layer], q_pe[layer], stored, batch, model.softmax_scale, torch.float64), queries
     )
     error = (out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return found, float(error.nan_to_num(nan=float("inf")).max()), plan_ms
