@@ -141,7 +141,8 @@ def in_fp8(q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torc
     """
     q = torch.cat([q_nope, q_pe], -1).double()
     _, exponent = torch.frexp(q.abs().amax(-1, keepdim=True))
-    q = torch.ldexp(to_fp8(torch.ldexp(q, 8 - exponent).float()).double(), exponent - 8)
+    up = ((8 - exponent + 1023).long() << 52).view(torch.float64)  # 2^(8 - exponent), exactly
+    q = to_fp8((q * up).float()).double() / up
     return q.split([q_nope.shape[-1], q_pe.shape[-1]], -1)
 
 
