@@ -7,11 +7,12 @@ slots, L2 flushed before each replay.
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -130,7 +131,7 @@ def bench(
     begun, todo = time.monotonic(), cells(HEADS) if todo is None else todo
     with named(device):
         peak = bandwidth(device).copy_gb_per_s
-        with _compiling(device, any(cell.heads for cell in todo)):
+        with _compiling(model, device, pool_tokens, [cell for cell in todo if cell.heads]):
             progress("filling the pool", 0.0)
             pool = make_pool(model, device, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
         for i, cell in enumerate(todo):
@@ -350,13 +351,16 @@ def _peers(device: torch.device) -> dict[str, Callable]:
     return peers
 
 
-def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
-    """The one group (fused_fp8, flashinfer ...) of decode attention at a cell, if it fits."""
+def _decode(pool: Pool, cell: Cell, names: tuple[str, ...] = ("",)) -> Iterator[list]:
+    """The one group (fused_fp8, flashinfer ...) of decode attention at a cell, if it fits: those
+    whose names begin with one of `names`."""
     lens, page, device = lengths(cell.shape), cell.page_size, pool.device
     if sum(-(-n // page) for n in lens) * page > pool.pool_tokens:
         return
     batch, group = scattered(len(pool.fp8[0]), lens, page, device), []
     for name, make in _peers(device).items():
+        if not name.startswith(names):
+            continue
         try:
             found, error, plan_ms = time_attention(
                 pool, make(), batch, cell.heads, queries=cell.queries
@@ -375,18 +379,40 @@ def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
 
 
 @contextmanager
-def _compiling(device: torch.device, wanted: bool) -> Iterator[None]:
-    """FlashInfer compiles its four kernels (20 s each and more) in processes side by side."""
-    if not wanted:
+def _compiling(
+    model: Model, device: torch.device, pool_tokens: int, todo: list[Cell]
+) -> Iterator[None]:
+    """What the cells will run is compiled in processes side by side, and kept in caches on disk.
+
+    FlashInfer's four kernels take 20 s each and more, and Triton's as much for each head count.
+    """
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in todo:
+        groups.setdefault((cell.page_size, cell.heads, cell.queries), []).append(cell)
+    if not todo:
         yield
         return
-    both = itertools.product(("fa2", "fa3"), ("bf16", "native_fp8"))
-    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as workers:
+    count = min(os.cpu_count() or 1, 4 + len(groups), 14)
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as workers:
+        both = itertools.product(("fa2", "fa3"), ("bf16", "native_fp8"))
         asked = [workers.submit(_planned, *each, str(device)) for each in both]
+        small = replace(model, layers=1, index_layers=1)
+        asked += [
+            workers.submit(_warmed, group, small, str(device), pool_tokens)
+            for group in groups.values()
+        ]
         yield
         for each in asked:
             with suppress(Exception):  # it comes up again, and is named, where it is timed
                 each.result()
+
+
+def _warmed(group: list[Cell], model: Model, device: str, pool_tokens: int) -> None:
+    where, ours = torch.device(device), "fused_fp8"
+    pool = make_pool(model, where, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
+    for i, cell in enumerate(group):  # SGLang's code is the same at every shape
+        for _ in _decode(pool, cell, (ours, "sglang") if i == 0 else (ours,)):
+            pass
 
 
 def _planned(variant: str, reads: str, device: str) -> None:
