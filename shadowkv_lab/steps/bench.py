@@ -453,8 +453,7 @@ def time_attention(
             torch.cuda.synchronize(device)
         plan_ms = (time.perf_counter() - begun) * 1e3
     reads = getattr(kernel, "reads", "fp8")
-    rows = {"bf16": pool.bf16, "packed": _packed}.get(reads, pool.fp8)
-    rows = rows(pool) if callable(rows) else rows
+    rows = pool.bf16 if reads == "bf16" else _packed(pool) if reads == "packed" else pool.fp8
     if hasattr(kernel, "pack"):  # takes queries in a form of its own, returns its own output
         q = [kernel.pack(*both) for both in zip(q_nope, q_pe, strict=True)]
 
