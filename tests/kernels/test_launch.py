@@ -166,6 +166,7 @@ def test_each_of_ours_is_measured_with_its_error(monkeypatch, tiny, queries):
         return timing.Timing(1.0, 0.0, 5)
 
     monkeypatch.setattr(kernels, "_time", once)
+    torch.manual_seed(0)
     pool = kernels.make_pool(tiny, torch.device("cpu"), 256, ("fp8", "bf16"), page_size=64)
     (group,) = kernels._decode(pool, kernels.Cell(64, 8, "2 x 70", queries))
     failed = [each for each in group if isinstance(each, kernels.Failure)]
@@ -175,8 +176,8 @@ def test_each_of_ours_is_measured_with_its_error(monkeypatch, tiny, queries):
     rows = tiny.layers * 140
     assert ours["fused_fp8"][0] == rows * 576 and ours[kernels.PACKED][0] == rows * 656
     # Outputs are truncated to BF16 here.
-    assert ours["fused_fp8"][1] < 8e-3 and ours[kernels.PACKED][1] < 8e-3
-    assert 8e-3 < ours["fused_fp8(query=fp8)"][1]
+    assert ours["fused_fp8"][1] < kernels.CHECKED and ours[kernels.PACKED][1] < kernels.CHECKED
+    assert ours["fused_fp8(query=fp8)"][1] > kernels.CHECKED
 
 
 def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeypatch, tiny):
