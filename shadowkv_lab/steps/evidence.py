@@ -299,7 +299,7 @@ def _of_rows(entry: dict) -> list[Point]:
         name = re.sub(r"flashinfer native_fp8 (\w+)", r"flashinfer_\1_fp8", name)
         name = f"lab_{name}" if name.startswith("fused_fp8") else name
         load = re.fullmatch(r"(\d+) x (\d+)", row["shape"])
-        if not (card and load and row["heads"]):
+        if not (card and load and row["heads"]) or "packed" in name:  # rows of another size
             continue
         R, n = int(load[1]), int(load[2])
         reads = reads_of(name)
