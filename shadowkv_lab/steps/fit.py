@@ -18,6 +18,7 @@ from shadowkv_lab.errors import NoAnswer, UnknownName
 from shadowkv_lab.machine import Card
 from shadowkv_lab.provenance import Kind, Provenance, assumed, calibrated
 from shadowkv_lab.steps import evidence
+from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.evidence import LAUNCH_MS, REACH, Key, Point, Table, table_of
 from shadowkv_lab.steps.step import Step
 
@@ -82,11 +83,13 @@ class Fit:
         backend: str | None = None,
         page_size: int = 1,
         gathered: bool = False,
+        chosen: bool = False,
         row_bytes: int = 1152,
     ) -> Answer:
         """One layer's attention of `requests` requests of `context` tokens on a card.
 
-        `gathered` rows lie one behind the other, as a gather leaves them.
+        `gathered` rows lie one behind the other, as a gather leaves them; `chosen` ones are those
+        that an index named.
         """
         asked = (requests, context)
         if backend and not any(k.kernel == backend for k in self.of("attention", reads)):
@@ -94,7 +97,8 @@ class Fit:
             raise UnknownName(f"attention kernel that reads {reads}", backend, known)
         here = self.of("attention", reads, card)
         if kernel := self._kernel(here, card, heads, backend):
-            own = _of_rows([k for k in here if k.kernel == kernel], page_size, gathered)
+            own = [k for k in here if k.kernel == kernel]
+            own = _of_rows(own, page_size, gathered, heads if chosen else None)
             return self._heads(own, heads, asked, page_size)
         return self._lent(reads, card, heads, asked, backend, page_size, row_bytes)
 
@@ -138,7 +142,7 @@ class Fit:
         """
         here = _card(card, self).bandwidth_gb_per_s
         floor = moved_bytes / (here * REACH) / 1e6
-        known = self.of("index")
+        known = self.of("index growth")
         if not known:
             raise self._nothing("the index", card)
 
@@ -162,6 +166,21 @@ class Fit:
         elif found.place == "inside":
             kind, basis = calibrated, "index"
         return Answer(max(found.ms, floor), nearest.kernel, basis, kind(", ".join(words)))
+
+    def choice(
+        self, phase: str, card: str, requests: float, context: float, topk: int
+    ) -> Answer | None:
+        """One layer's scores ("index") or choice ("top_k") where they were recorded on a card."""
+        name = evidence.choosing(phase, context, topk)
+        here = [k for k in self.of(phase, "", card) if k.kernel == name]
+        if not here:
+            return None
+        table = self.tables[here[0]]
+        found, kernel = table(requests, context), here[0].kernel
+        if found.place == "inside":
+            return Answer(found.ms, kernel, f"recorded {phase}", calibrated(_where(table)))
+        how = f"{_where(table)}, beyond its contexts or requests, at the pace of its last ones"
+        return Answer(found.ms, kernel, f"recorded {phase} beyond", assumed(how))
 
     def host(self, label: str, card: str, requests: float, context: float) -> Answer:
         """What the host takes to launch one layer of a strategy eagerly."""
@@ -333,8 +352,19 @@ def _rank(key: Key) -> int:
     return order.index(key.kernel) if key.kernel in order else 99
 
 
-def _of_rows(keys: list[Key], page_size: int, gathered: bool) -> list[Key]:
-    """The keys of one way in which rows lie: the one asked for, where it was recorded."""
+def _of_rows(
+    keys: list[Key], page_size: int, gathered: bool, chosen_heads: int | None = None
+) -> list[Key]:
+    """The keys of one way in which rows lie: the one asked for, where it was recorded.
+
+    Of rows that an index chose where it was recorded around `chosen_heads`.
+    """
+    chosen = [k for k in keys if k.chosen]
+    around = chosen_heads is not None and min((k.heads for k in chosen), default=0) <= chosen_heads
+    if around and chosen_heads <= max((k.heads for k in chosen), default=0):
+        keys = chosen
+    else:
+        keys = [k for k in keys if not k.chosen] or keys
     as_laid = [k for k in keys if k.gathered == gathered] or keys
     exact = [k for k in as_laid if k.page_size in (0, page_size)]
     return exact or [k for k in as_laid if k.page_size == as_laid[0].page_size]
@@ -392,6 +422,22 @@ def fit(measured: Sequence[Step] | None = None) -> Fit:
 @cache
 def _shipped(*stamps: tuple) -> Fit:
     return fit_points([*evidence.shipped(), *evidence.index_growth()], ranges())
+
+
+def by_published_index() -> Fit:
+    """All that is shipped but recorded DSA steps: scores and choice grow as published modules do.
+
+    A recorded choice is torch's top-k; an engine's own kernel, which is in the modules, is faster
+    at short contexts.
+    """
+    stamps = [facts.stamps("runs", pattern) for pattern in ("*.jsonl", "*_kernels.json")]
+    return _without_dsa(*stamps, facts.stamps("published/tables", "*.csv"))
+
+
+@cache
+def _without_dsa(*stamps: tuple) -> Fit:
+    dense = [s for s in steps.recorded() if s.setting.load.reads == "dense"]
+    return fit_points([*evidence.shipped(dense), *evidence.index_growth()], ranges())
 
 
 def ranges() -> dict[str, tuple[float, float]]:

@@ -15,14 +15,21 @@ import pandas as pd
 from shadowkv_lab import facts, files
 from shadowkv_lab.errors import NoAnswer
 from shadowkv_lab.steps import evidence
+from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.evidence import Point
 from shadowkv_lab.steps.fit import Answer, Fit, fit_points, generation
+from shadowkv_lab.steps.predict import predict_at
+from shadowkv_lab.steps.step import Step
 
 LONG = 32_768  # contexts from here on are left out together
 COVERED = 0.8  # share of times that a range is to hold
 
 
-BY_LOAD = ("attention", "index")  # phases whose size is a request's tokens, not bytes
+BY_LOAD = (
+    "attention",
+    "index growth",
+    *evidence.CHOICE,
+)  # phases whose size is a request's tokens, not bytes
 
 
 class Group(NamedTuple):
@@ -53,7 +60,7 @@ def groups(points: Sequence[Point]) -> Iterator[Group]:
     for phase in BY_LOAD:
         for R in sorted({p.requests for p in points if p.key.phase == phase}):
             yield Group("requests", f"{R}", where(requests=R, phase=phase))
-    index = [p.key.card for p in points if p.key.phase == "index"]
+    index = [p.key.card for p in points if p.key.phase == "index growth"]
     for major in sorted({generation(card) for card in index}):
         yield Group("generation", f"SM{major}0", lambda p, m=major: generation(p.key.card) == m)
     yield Group("context", f"{LONG:,} and more", _long)
@@ -78,10 +85,10 @@ def _quarter(turn: int) -> Callable[[Point], bool]:
 def held_out(points: Iterable[Point] | None = None, kinds: Sequence[str] = ()) -> pd.DataFrame:
     """One row per left-out time: what was predicted without its group, beside what it was.
 
-    `points` are by default all that is shipped of a dense step; those of an index are
-    `evidence.index_growth()`. `kinds` names the groups, by default all.
+    `points` are by default all that is shipped of a dense step; those of a step with an index are
+    `indexed()`. `kinds` names the groups, by default all.
     """
-    points = list(evidence.shipped() if points is None else points)
+    points = list(evidence.shipped(_recorded("dense")) if points is None else points)
     rows = []
     for group in groups(points):
         if kinds and group.kind not in kinds:
@@ -114,6 +121,47 @@ def held_out(points: Iterable[Point] | None = None, kinds: Sequence[str] = ()) -
     return pd.DataFrame(rows)
 
 
+def _recorded(reads: str) -> list[Step]:
+    return [s for s in steps.recorded() if s.setting.load.reads == reads]
+
+
+def indexed() -> list[Point]:
+    """What is shipped of steps with an index: recorded ones, and the published growth."""
+    return [*evidence.of_steps(_recorded("dsa")), *evidence.index_growth()]
+
+
+def steps_left_out(measured: Iterable[Step] | None = None) -> pd.DataFrame:
+    """Recorded DSA steps, each predicted without any row of its load: requests and context.
+
+    `edge` says that no loads of as many requests, and none of its context, lie on both sides of
+    it: its prediction goes beyond what is left. Everything else that is shipped stays.
+    """
+    known = _recorded("dsa") if measured is None else list(measured)
+    known = [s for s in steps.latest(known) if s.mode == "graph"]
+    loads = sorted({(s.setting.load.concurrency, s.setting.load.context) for s in known})
+    rows, dense = [], _recorded("dense")
+    for load in loads:
+        lines = [[of[1 - i] for of in loads if of[i] == load[i]] for i in (0, 1)]
+        inside = any(min(on) < load[1 - i] < max(on) for i, on in enumerate(lines))
+        own = [s for s in known if (s.setting.load.concurrency, s.setting.load.context) == load]
+        left = [*dense, *(s for s in known if s not in own)]
+        fitted = fit_points([*evidence.shipped(left), *evidence.index_growth()])
+        for s in own:
+            found = predict_at(s.strategy.label, s.setting, s.card, fitted=fitted)
+            rows.append(
+                dict(
+                    strategy=s.strategy.label,
+                    requests=load[0],
+                    context=load[1],
+                    edge=not inside,
+                    seen_ms=s.ms,
+                    predicted_ms=found.ms,
+                    error=abs(found.ms / s.ms - 1),
+                )
+            )
+    return pd.DataFrame(rows)
+
+
 def lent_alike(p: Point, answer: Answer) -> bool:
     """Whether the prediction is of this kernel, or of one that the fit takes in its place.
 
@@ -135,8 +183,14 @@ def once(points: Iterable[Point]) -> Iterable[Point]:
 def predicted(p: Point, fitted: Fit) -> Answer:
     """The answer to a point's own question, by its own kernel where there is a table of it."""
     key = p.key
-    if key.phase == "index":
+    if key.phase == "index growth":
         return fitted.index(key.card, p.requests, p.size, p.bytes)
+    if key.phase in evidence.CHOICE:
+        few = p.size if key.kernel.endswith("of all") else 0  # which of the two tables
+        found = fitted.choice(key.phase, key.card, p.requests, p.size, few)
+        if found is None:
+            raise NoAnswer(f"No recorded {key.phase} on {key.card}")
+        return found
     if key.phase != "attention":
         return fitted.moved(key.phase, key.kernel, key.card, p.bytes)
     here = {k.kernel for k in fitted.of("attention", key.reads, key.card)}
@@ -151,6 +205,7 @@ def predicted(p: Point, fitted: Fit) -> Answer:
         backend=key.kernel if key.kernel in here or lendable else None,
         page_size=key.page_size or 1,
         gathered=key.gathered,
+        chosen=key.chosen,
         row_bytes=round(p.bytes / p.requests / p.size),
     )
 
@@ -177,13 +232,12 @@ def summary(rows: pd.DataFrame, by: "str | list[str]" = "kind") -> pd.DataFrame:
 
 def record(path: "str | Path | None" = None) -> Path:
     """Leave everything out in turn, and keep each kind of prediction's range with the data."""
-    rows = held_out()
-    index = held_out(evidence.index_growth())
+    rows = pd.concat([held_out(), held_out(indexed())])
     found = dict(
         name="errors",
         title="Errors of predictions on times that they had not seen",
         how=f"shadowkv_lab.steps.held_out: factors between which {COVERED:.0%} of the times lay",
-        ranges=ranges(rows) | ranges(index),
+        ranges=ranges(rows),
     )
     return files.write_json(path or facts.target("published", "tables", "errors.json"), found)
 

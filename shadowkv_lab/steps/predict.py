@@ -199,13 +199,21 @@ PUBLISHED_INDEX = 32, 2048  # index heads and top-k of GLM-5's DSA modules
 def _index(
     setting: Setting, index_bytes: int, top_k_bytes: int, card: "Card | str", fitted: Fit
 ) -> list[Phase]:
-    """Scores and top-k of a step that reads by an index.
+    """Scores and top-k of a step that reads by an index: recorded on the card, or else published.
 
     Published is how much both together grow beyond `INDEX_FROM` tokens; no table tells them apart,
     or holds their launches. So the scores are taken as a launch and their bytes, and what the bytes
     do not explain of the growth is the top-k's, with a launch of its own.
     """
     load, layers, name = setting.load, len(setting.model.choosing), _name(card)
+    topk = setting.model.index_topk
+    like = (setting.model.index_heads, topk) == PUBLISHED_INDEX
+    sizes = dict(index=index_bytes, top_k=top_k_bytes)
+    own = {p: fitted.choice(p, name, load.concurrency, load.context, topk) for p in sizes}
+    if all(own.values()):
+        found = [_phase_of(p, own[p], layers, size, fitted) for p, size in sizes.items()]
+        how = assumed("recorded of GLM-5's 32 index heads and top-k 2,048")
+        return [p if like else replace(p, provenance=p.provenance + how) for p in found]
     more = max(0.0, load.context - INDEX_FROM)
     row = setting.model.row_bytes("index")
     grown = fitted.index(name, load.concurrency, more, load.concurrency * more * row)
@@ -222,7 +230,7 @@ def _index(
     if more:
         said += f", and the growth of scores and top-k from {INDEX_FROM:,} tokens on, published: "
         said += f"{grown.provenance.how}, less the scores' bytes"
-    if (setting.model.index_heads, setting.model.index_topk) != PUBLISHED_INDEX:
+    if not like:
         said += "; published of GLM-5's 32 index heads and top-k 2,048"
     low, high = fitted.range_of(grown.basis)
     known = replace(grown.provenance + assumed("its launch"), how=said)
@@ -283,6 +291,7 @@ def _layer(
         backend=kernel,
         page_size=page,
         gathered=strategy.compact,
+        chosen=load.reads == "dsa",
         row_bytes=model.row_bytes("bf16" if reads == "bf16" else "fp8"),
     )
 

@@ -110,7 +110,9 @@ def timed(at: Deployment, rest: Rest, load: Load, along: str, limit: int) -> lis
     for name in READERS if mine else ():
         strategy = parse(name)
         rows = min(at.rows(strategy), limit) if can_run(strategy, at) else 0
-        for key in (k for k in mine if k.reads == strategy.reads and not k.gathered):
+        for key in (
+            k for k in mine if k.reads == strategy.reads and not k.gathered and not k.chosen
+        ):
             for R, (sizes, times) in tables[key].rows.items():
                 if along != "concurrency" and load.concurrency != R:
                     continue

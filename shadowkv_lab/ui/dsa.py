@@ -14,6 +14,7 @@ from shadowkv_lab.provenance import Kind
 from shadowkv_lab.steps import evidence, held_out
 from shadowkv_lab.steps import step as steps
 from shadowkv_lab.steps.evidence import INDEX_FROM
+from shadowkv_lab.steps.fit import Fit
 from shadowkv_lab.steps.predict import predict_at
 from shadowkv_lab.steps.step import Step
 from shadowkv_lab.strategies import Strategy, parse
@@ -40,11 +41,17 @@ def step_at(
     card: str = "h200",
     heads: int = 8,
     concurrency: int = 1,
+    fitted: Fit | None = None,
 ) -> Step:
-    """A predicted step over a pool of just the live tokens, in pages of 64."""
+    """A predicted step over a pool of just the live tokens, in pages of 64.
+
+    `fitted` is by default all that is shipped; with `by_published_index()` an index grows as
+    published modules do, whose top-k is an engine's own and not torch's.
+    """
     pool = -(-context // PAGE) * PAGE * concurrency
     load = Load(concurrency, context, reads=reads)
-    return predict_at(strategy, Setting(load_model(model), heads, pool, load, PAGE), card)
+    setting = Setting(load_model(model), heads, pool, load, PAGE)
+    return predict_at(strategy, setting, card, fitted=fitted)
 
 
 def over_contexts(strategies: Sequence[str] = STRATEGIES, **where) -> pd.DataFrame:
@@ -86,8 +93,13 @@ def crossovers(
     heads: Sequence[int] = (8, 64),
     concurrency: Sequence[int] = (1, 16),
     strategies: Sequence[str] = ("bf16_pool", "fused_fp8"),
+    fitted: Fit | None = None,
 ) -> pd.DataFrame:
     """`worth_from` of every combination, in tokens; NaN where DSA is never ahead."""
+
+    def start(strategy: str, **where) -> int | None:
+        return worth_from(strategy, **where, fitted=fitted)
+
     return pd.DataFrame(
         dict(
             model=model,
@@ -95,7 +107,7 @@ def crossovers(
             heads=count,
             requests=R,
             **{
-                parse(s).title: worth_from(s, model=model, card=card, heads=count, concurrency=R)
+                parse(s).title: start(s, model=model, card=card, heads=count, concurrency=R)
                 for s in strategies
             },
         )

@@ -4,6 +4,7 @@ import itertools
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from shadowkv_lab.load import Load
@@ -78,8 +79,7 @@ def test_the_readme_says_how_far_off_predictions_are(everything):
 
 
 def test_the_shipped_ranges_are_those_that_the_shipped_times_give(everything):
-    found = held_out.ranges(everything)
-    found |= held_out.ranges(held_out.held_out(evidence.index_growth()))
+    found = held_out.ranges(pd.concat([everything, held_out.held_out(held_out.indexed())]))
     kept = ranges()
     assert set(found) == set(kept)
     for basis, factors in found.items():
@@ -110,7 +110,8 @@ def test_the_newest_recorded_row_of_every_point_comes_back(mode):
             point = (s.strategy.label,)
         mixed = any(p.bytes and p.curve is None for p in s.phases)
         load = None if casts else s.setting.load
-        if s.mode == mode and not mixed:
+        # Of a DSA step the gaps differ between contexts that read as many rows.
+        if s.mode == mode and not mixed and s.setting.load.reads == "dense":
             newest[(*point, s.setting.heads, load, s.setting.model.name)] = s
     assert len(newest) >= (9 if mode == "eager" else 70)
     for s in newest.values():

@@ -95,5 +95,8 @@ def test_shipped_runs_say_where_they_come_from_and_what_they_moved():
         assert step.error < 1e-2 and step.ms > 0 and str(step.provenance) == "recorded"
         # DESIGN's table, written out: attention reads L rows of one storage, in every layer.
         row = 576 if step.strategy.name in ("native_fp8", "fused_fp8") else 1152
-        layers, live = step.setting.model.layers, step.setting.load.live_tokens
+        # With DSA they are the 2,048 that are chosen, or all of a shorter context.
+        layers, load = step.setting.model.layers, step.setting.load
+        each = min(2048, load.context) if load.reads == "dsa" else load.context
+        live = load.concurrency * each
         assert step["attention"].bytes == layers * row * live

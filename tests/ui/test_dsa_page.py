@@ -11,8 +11,9 @@ from shadowkv_lab import facts
 from shadowkv_lab.deployment import Setting
 from shadowkv_lab.load import Load
 from shadowkv_lab.model import load_model
+from shadowkv_lab.steps.fit import by_published_index
 from shadowkv_lab.steps.predict import predict_at
-from shadowkv_lab.steps.step import frame
+from shadowkv_lab.steps.step import frame, recorded
 from shadowkv_lab.ui import decode, dsa
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "notebooks" / "a6_with_dsa.ipynb"
@@ -115,10 +116,13 @@ def test_the_first_lines_of_the_notebook_are_what_is_predicted():
         return dsa.rounded(dsa.worth_from(strategy, **where))
 
     h200, rtx = dict(card="h200", heads=8), dict(card="rtx-pro-6000-server", heads=8)
-    for strategy in ("bf16_pool", "fused_fp8"):
-        assert start(strategy, model="glm-5", **h200) == "never"
-    said = re.search(r"from (\S+) tokens on with a BF16 pool, from (\S+) with fused FP8", text)
-    assert said.groups() == (start("bf16_pool", **h200), start("fused_fp8", **h200))
+    said = re.search(r"from (\S+) tokens on with a BF16 pool, and never with fused FP8", text)
+    assert said[1] == start("bf16_pool", model="glm-5", **h200)
+    assert start("fused_fp8", model="glm-5", **h200) == "never"
+    said = re.findall(r"from (\S+) tokens on with a BF16 pool, from (\S+) with fused FP8", text)
+    published = dict(fitted=by_published_index(), **h200)
+    for found, where in zip(said, (h200, published), strict=True):
+        assert found == (start("bf16_pool", **where), start("fused_fp8", **where))
     said = re.search(r"RTX PRO 6000 Server from (\S+) and (\S+)\.\n", text)
     assert said.groups() == (start("bf16_pool", **rtx), start("fused_fp8", **rtx))
     said = re.search(r"GLM-5 gains from (\S+) \(BF16 pool\) and (\S+) \(fused FP8\)", text)
@@ -130,4 +134,26 @@ def test_the_first_lines_of_the_notebook_are_what_is_predicted():
     assert list(said.groups()) == at_128k
     assert f"{dsa.step_at('shadow', 'dsa', 131_072).ms:.1f}" == at_128k[0]
     table = dsa.table(dsa.crossovers(models=("glm-5",), cards=("h200",), heads=(8,)))
-    assert table.iloc[0].tolist() == ["never", "5.7K", "never", "13K"]
+    assert table.iloc[0].tolist() == ["170K", "16K", "never", "38K"]
+
+
+def test_what_the_notebook_says_of_recorded_steps_and_peers():
+    text = "".join(json.loads(NOTEBOOK.read_text())["cells"][0]["source"])
+    steps = [s for s in recorded() if s.setting.load.reads == "dsa"]
+    assert f"recorded: {len(steps)} steps of GLM-5 (78 layers) by every strategy" in text
+    at_8k = [s for s in steps if s.setting.load == Load(1, 8192, reads="dsa")]
+    share = {s.strategy.label: s["top_k"].ms / s.ms for s in at_8k}
+    named = "bf16_pool", "shadow", "gather_cast", "fused_fp8"
+    assert all(share[name] > 0.5 for name in named)
+    rows = json.loads(facts.path("runs", "h200_dsa_peers.json").read_text())["rows"]
+    packed, scores = ([r for r in rows if r["kernel"] == n] for n in (PACKED, "deep_gemm"))
+    eight, many = ([r["ratio"] for r in packed if r["heads"] == heads] for heads in (8, 64))
+    said = re.search(r"takes (\S+) to (\S+) of .*packed.* and (\S+) to (\S+) at 64", text)
+    ends = (f"{end(of):.2f}" for of in (eight, many) for end in (min, max))
+    assert said.groups() == tuple(ends)
+    said = re.search(r"scores take (\S+) to (\S+) times DeepGEMM's", text)
+    ratios = [r["ratio"] for r in scores]
+    assert said.groups() == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+
+
+PACKED = "flashmla_sparse packed"
