@@ -296,7 +296,7 @@ def _for_a_phone(spec: dict) -> None:
     for note in layout.get("annotations", ()):
         if note.get("ax"):  # at the end of a leader
             note |= {"text": note["text"].replace(", ", "<br>", 1), "font": {"size": 9}}
-            note["align"] = "left"
+            note |= {"ax": 0.7 * note["ax"], "align": "left"}
     for trace in spec["data"]:
         if len(trace.get("name") or "") > 44:
             trace["name"] = "<br>".join(textwrap.wrap(trace["name"], 44))
@@ -313,8 +313,9 @@ def _legend_rows(spec: dict, width: int) -> int:
     names = [t.get("name") or "" for t in spec["data"] if t.get("showlegend", True)]
     if not any(names) or (len(spec["data"]) == 1 and "showlegend" not in spec["data"][0]):
         return 0
-    widest = 45 + CHAR_PX * max(map(len, names))
-    return -(-len(names) // max(1, int((width - 120) // widest)))
+    lines = [line for name in names for line in name.split("<br>")]
+    widest = 45 + CHAR_PX * max(map(len, lines))
+    return -(-len(lines) // max(1, int((width - 120) // widest)))
 
 
 def _make_room(spec: dict) -> None:
