@@ -51,7 +51,7 @@ APPLICATIONS = {
     "waits": latencies.waits_view,
     "outliers": accuracy.outliers_view,
 }
-NOT_PRESSED = {"live", "log", "strategies"}  # to measure, to paste, and a list
+NOT_PRESSED = {"live", "log", "strategies", "trace"}  # to measure, to paste or type, and a list
 
 # The page's own clock: Playwright's round trips are no part of what a user waits for.
 WATCH = """app => {

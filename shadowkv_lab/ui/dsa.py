@@ -159,11 +159,13 @@ def against_context(frame: pd.DataFrame) -> go.Figure:
     where = dict(model=str(first.model), card=str(first.card), heads=int(first.heads))
     where["concurrency"] = int(first.concurrency)
     starts = {name: rounded(worth_from(name, **where)) for name in dict.fromkeys(frame.strategy)}
-    said = ", ".join(f"{name} {start}" for name, start in starts.items())
+    said = ", ".join(
+        f"{start} ({charts.tag(name).title.split(' (')[0]})" for name, start in starts.items()
+    )
     longest = frame.context.max()
     return _over_context(
         charts.heading(
-            f"DSA is the faster way from these tokens on: {said}",
+            f"DSA is faster from this context on: {said}",
             f"{first.model}, {machine.card(first.card).title}, {first.heads} heads per GPU, "
             f"{charts.requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
         ),
