@@ -28,6 +28,7 @@ from shadowkv_lab.ui import (  # noqa: E402
     decode,
     glm5,
     kernels,
+    latencies,
     notebooks,
     screen,
     serving,
@@ -36,6 +37,9 @@ from shadowkv_lab.ui import (  # noqa: E402
 
 KEY_MS, SLOWEST_MS, FIRST_S, IMPORT_S, NOTEBOOK_S = 120, 200, 10, 0.5, 60
 PRESSES = 5
+POLL_MS = (
+    100  # at every frame of the page, Playwright's own default, the question itself costs 20 ms
+)
 APPLICATIONS = {
     "main screen": screen.screen_view,
     "recorded runs": decode.step_view,
@@ -44,9 +48,10 @@ APPLICATIONS = {
     "the report": glm5.reproduction_view,
     "loads": serving.load_view,
     "traffic": simulated.traffic_view,
+    "waits": latencies.waits_view,
     "outliers": accuracy.outliers_view,
 }
-NOT_PRESSED = {"live", "log", "strategies"}  # to measure, to paste, and a list
+NOT_PRESSED = {"live", "log", "strategies", "trace"}  # to measure, to paste or type, and a list
 
 # The page's own clock: Playwright's round trips are no part of what a user waits for.
 WATCH = """app => {
@@ -103,13 +108,13 @@ class Page:
             page.wait_for_timeout(250)  # what the focus itself changes
             page.evaluate("window.bench.pressed = 0")
             page.keyboard.press(key)
-            page.wait_for_function(QUIET, timeout=60_000)
+            page.wait_for_function(QUIET, timeout=60_000, polling=POLL_MS)
             at = page.evaluate("[window.bench.pressed, window.bench.last]")
             if at[0] and at[1] > at[0]:
                 found.append(at[1] - at[0])
         root.get_by_role("button", name="Reset", exact=True).click()
         page.wait_for_timeout(250)
-        page.wait_for_function(QUIET, timeout=60_000)
+        page.wait_for_function(QUIET, timeout=60_000, polling=POLL_MS)
         return found
 
 

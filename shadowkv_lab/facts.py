@@ -110,16 +110,22 @@ def catalogue(folder: str, kind: type[T] = dict) -> dict[str, T]:
 
     `kind` is a dataclass for a whole file (a `Card`), or `dict`. Raises `BadFile`.
     """
-    folders = tuple(layer / folder for layer in layers())
-    return _catalogue(tuple((f, f.stat().st_mtime_ns) for f in folders if f.is_dir()), kind)
+    found = []
+    for layer in layers():  # a prediction asks a thousand times: one call to the system for each
+        path = os.path.join(layer, folder)
+        try:
+            found.append((path, os.stat(path).st_mtime_ns))
+        except OSError:
+            continue
+    return _catalogue(tuple(found), kind)
 
 
 @cache
-def _catalogue(folders: tuple[tuple[Path, int], ...], kind: type[T]) -> dict[str, T]:
+def _catalogue(folders: tuple[tuple[str, int], ...], kind: type[T]) -> dict[str, T]:
     def read(path: Path) -> tuple[_Head, T]:
         return read_json(path, _Head), read_json(path, kind)
 
-    paths = (path for folder, _ in folders for path in sorted(folder.glob("*.json")))
+    paths = (path for folder, _ in folders for path in sorted(Path(folder).glob("*.json")))
     facts = {}
     for _, (head, entry) in each(paths, read):
         facts |= {name.lower(): entry for name in (head.name, *head.aliases)}

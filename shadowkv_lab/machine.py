@@ -96,8 +96,11 @@ def detect_card(device: str | torch.device = "cuda") -> Card | None:
 
 def card_of(title: str) -> Card | None:
     """The card that the driver calls `title`, or that has this name; None if there is none."""
-    cards = facts.catalogue("gpus", Card).values()
-    return next((card for card in cards if title in (*card.driver_names, card.name)), None)
+    cards = facts.catalogue("gpus", Card)
+    named = cards.get(title.lower())
+    if named is not None and named.name == title:
+        return named
+    return next((card for card in cards.values() if title in card.driver_names), None)
 
 
 def card_here(device: str | torch.device) -> Card | None:

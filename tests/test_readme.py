@@ -16,6 +16,7 @@ from shadowkv_lab.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+LOADS = ((1, 1024), (1, 8192), (1, 32_768), (8, 2048), (32, 2048))
 SIDES = [
     ("plain SGLang", "plain"),
     ("`shadow`", "shadow"),
@@ -53,7 +54,7 @@ def test_its_picture_is_small_and_described_by_the_recorded_steps():
 @pytest.mark.parametrize(("name", "file"), SIDES)
 def test_its_server_times_are_those_of_the_servers_results(name, file):
     """TPOT of one stream; of several the time between tokens once all have started."""
-    results = ROOT / "data" / "runs" / "server" / "h200-1558" / file / "bench.jsonl"
+    results = ROOT / "data" / "runs" / "server" / "h200-0924" / file / "bench.jsonl"
     seen = {}
     for run in map(json.loads, results.read_text().splitlines()):
         if not run["warm_up"]:
@@ -61,9 +62,9 @@ def test_its_server_times_are_those_of_the_servers_results(name, file):
             load = run["max_concurrency"], run["random_input_len"]
             seen.setdefault(load, []).append(run["mean_tpot_ms" if one else "steady_itl_ms"])
     section = README.split("## In a real server")[1].split("\n## ")[0]
-    cells = re.search(rf"^\| {name}[^|]*\|(.*)\|$", section, re.M)[1].split("|")[:4]
-    predicted = runs.find("h200-1558").table().set_index(["side", "requests", "input"]).off
-    for load, cell in zip(((1, 1024), (1, 8192), (8, 2048), (32, 2048)), cells, strict=True):
+    cells = re.search(rf"^\| {name}[^|]*\|(.*)\|$", section, re.M)[1].split("|")[:5]
+    predicted = runs.find("h200-0924").table().set_index(["side", "requests", "input"]).off
+    for load, cell in zip(LOADS, cells, strict=True):
         ms, off = re.fullmatch(r"([\d.]+)(?: \((-?\d+) %\))?", cell.strip()).groups()
         digits = len(ms.partition(".")[2])
         assert f"{statistics.median(seen[load]):.{digits}f}" == ms, load

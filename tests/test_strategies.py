@@ -13,7 +13,7 @@ from shadowkv_lab.pool import Pool
 from shadowkv_lab.sources import synthetic
 from shadowkv_lab.strategies import OPTIONS, STRATEGIES, FullCast, Moves, parse, parse_list
 from shadowkv_lab.strategies.base import colour_of
-from shadowkv_lab.strategies.check import check, count_bytes, make_step
+from shadowkv_lab.strategies.check import check, count_bytes, make_step, output_error, require_right
 from shadowkv_lab.strategies.step import DecodeStep
 from tests.own_strategy import hot_set
 
@@ -301,3 +301,30 @@ def test_synthetic_rows_look_like_latents(tiny):
     )
     assert not torch.equal(other.bf16[0], again.bf16[0])
     assert not torch.equal(again.bf16[0], again.bf16[1]), "layers differ"
+
+
+def test_queries_in_fp8_are_an_option_and_checked_as_such(tiny, monkeypatch):
+    """Outputs of rounded queries pass, whatever they are off; those of the queries themselves and
+    of others do not."""
+    strategy = parse("fused_fp8(query=fp8)")
+    assert strategy.label == "fused_fp8(query=fp8)" and parse("fused_fp8").label == "fused_fp8"
+    with pytest.raises(UnknownName, match="fp8"):
+        parse("fused_fp8(query=int8)")
+    pool = Pool(tiny, 256, strategy.storage(tiny))
+    synthetic.fill(pool)
+    step = DecodeStep(strategy, pool, pool.batch(2, 40), 4, backend="reference")
+    step.step()
+    monkeypatch.setattr(DecodeStep, "backend", "lab_fused_fp8(query=fp8)")
+    q = torch.cat([step.q_nope[0], step.q_pe[0]], -1).double()
+    top = 2.0 ** (q.abs().amax(-1, keepdim=True).log2().floor() - 7)
+    rounded = (q / top).float().to(torch.float8_e4m3fn).double() * top
+    for b in range(2):
+        rows = pool.fp8[0].view(torch.uint8)[step.batch.slots(b)].view(pool.fp8[0].dtype).double()
+        weights = torch.softmax(rounded[b] @ rows.T * tiny.softmax_scale, -1)
+        step.out[0][b] = weights @ rows[:, : tiny.kv_lora_rank]
+    error = output_error(step, 0)
+    assert error > 1e-2, "rounding costs more than a kernel's own error"
+    require_right(step, error)
+    step.out[0][1] *= 1.05
+    with pytest.raises(WrongResult, match="rounded queries"):
+        output_error(step, 0)

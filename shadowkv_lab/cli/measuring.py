@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -208,8 +209,9 @@ def bench_kernels(
     )
     columns = "kernel shape heads page_size queries ms gb_per_s of_copy error ratio plan_ms"
     show(rows, columns.split())
-    if failed := log.entry["failed"]:
-        show(failed, {"kernel": "", "shape": "", "heads": "", "page_size": "", "reason": "failed"})
+    failed = Counter((row["kernel"], row["reason"]) for row in log.entry["failed"])
+    for (kernel, reason), count in failed.items():
+        console.print(f"{kernel}: no time at {count} shapes: {reason}", markup=False)
 
 
 @bench.command("dsa")

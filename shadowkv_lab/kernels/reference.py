@@ -133,6 +133,19 @@ def attend(
     return out
 
 
+def in_fp8(q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries rounded as `FusedDecode(query="fp8")` rounds them, in float64.
+
+    To e4m3, after scaling each head by the power of two that puts its largest value just below
+    2^8, and scaled back.
+    """
+    q = torch.cat([q_nope, q_pe], -1).double()
+    _, exponent = torch.frexp(q.abs().amax(-1, keepdim=True))
+    up = ((8 - exponent + 1023).long() << 52).view(torch.float64)  # 2^(8 - exponent), exactly
+    q = to_fp8((q * up).float()).double() / up
+    return q.split([q_nope.shape[-1], q_pe.shape[-1]], -1)
+
+
 class ReferenceAttention:
     """`attend` in float32 behind the interface that every attention kernel has."""
 

@@ -79,7 +79,7 @@ def _pair(row) -> tuple[str, str]:
 
 
 def _words(value: object) -> str:
-    return "?" if value is None or pd.isna(value) else f"{value:,.4g}".removesuffix(".0")
+    return "?" if value is None or pd.isna(value) else f"{value:,.1f}".removesuffix(".0")
 
 
 COLUMNS = {

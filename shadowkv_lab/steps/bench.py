@@ -7,11 +7,12 @@ slots, L2 flushed before each replay.
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy
@@ -27,7 +28,7 @@ from shadowkv_lab.kernels.sglang_triton import SGLangTriton
 from shadowkv_lab.load import Batch, make_batch
 from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
-from shadowkv_lab.sources import synthetic
+from shadowkv_lab.sources import formats, synthetic
 from shadowkv_lab.steps import timing
 from shadowkv_lab.steps.measure import bandwidth, named, release
 from shadowkv_lab.steps.step import Origin
@@ -42,6 +43,8 @@ CASTS = (8192, 65_536, 495_616)
 GATHERS = (1024, 65_536, 131_072)
 APPENDS = (1, 64)
 CHECKED = 1e-2
+PACKED = "fused_fp8, packed rows"
+SPAN = 65_536  # rows packed at once
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def bench(
     begun, todo = time.monotonic(), cells(HEADS) if todo is None else todo
     with named(device):
         peak = bandwidth(device).copy_gb_per_s
-        with _compiling(device, any(cell.heads for cell in todo)):
+        with _compiling(model, device, pool_tokens, [cell for cell in todo if cell.heads]):
             progress("filling the pool", 0.0)
             pool = make_pool(model, device, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
         for i, cell in enumerate(todo):
@@ -327,9 +330,16 @@ def _peers(device: torch.device) -> dict[str, Callable]:
     """Makers of decode attention by name, ours first."""
     from shadowkv_lab.kernels.decode import FusedDecode
 
+    class Packed(FusedDecode):
+        reads = "packed"
+
+        def plan(self, *batch, **options) -> None:
+            super().plan(*batch, packed=True, **options)
+
     peers: dict[str, Callable] = {
         "fused_fp8": FusedDecode,
         "fused_fp8(query=fp8)": lambda: FusedDecode(query="fp8"),
+        PACKED: Packed,
     }
     for reads in ("bf16", "native_fp8"):
         peers[f"flashmla {reads}"] = lambda r=reads: FlashMLA(r, device)
@@ -341,13 +351,16 @@ def _peers(device: torch.device) -> dict[str, Callable]:
     return peers
 
 
-def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
-    """The one group (fused_fp8, flashinfer ...) of decode attention at a cell, if it fits."""
+def _decode(pool: Pool, cell: Cell, names: tuple[str, ...] = ("",)) -> Iterator[list]:
+    """The one group (fused_fp8, flashinfer ...) of decode attention at a cell, if it fits: those
+    whose names begin with one of `names`."""
     lens, page, device = lengths(cell.shape), cell.page_size, pool.device
     if sum(-(-n // page) for n in lens) * page > pool.pool_tokens:
         return
     batch, group = scattered(len(pool.fp8[0]), lens, page, device), []
     for name, make in _peers(device).items():
+        if not name.startswith(names):
+            continue
         try:
             found, error, plan_ms = time_attention(
                 pool, make(), batch, cell.heads, queries=cell.queries
@@ -359,25 +372,47 @@ def _decode(pool: Pool, cell: Cell) -> Iterator[list]:
             group.append(Failure(name, cell.shape, cell.heads, page, cell.queries, reason))
             release(device)
             continue
-        stored = "bf16" if " bf16" in name else "fp8"
+        stored = "packed" if name == PACKED else "bf16" if " bf16" in name else "fp8"
         moved = pool.layers * batch.live_tokens * pool.model.row_bytes(stored)
         group.append((name, found, moved, error, cell.shape, plan_ms))
     yield group
 
 
 @contextmanager
-def _compiling(device: torch.device, wanted: bool) -> Iterator[None]:
-    """FlashInfer compiles its four kernels (20 s each and more) in processes side by side."""
-    if not wanted:
+def _compiling(
+    model: Model, device: torch.device, pool_tokens: int, todo: list[Cell]
+) -> Iterator[None]:
+    """What the cells will run is compiled in processes side by side, and kept in caches on disk.
+
+    FlashInfer's four kernels take 20 s each and more, and Triton's as much for each head count.
+    """
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in todo:
+        groups.setdefault((cell.page_size, cell.heads, cell.queries), []).append(cell)
+    if not todo:
         yield
         return
-    both = itertools.product(("fa2", "fa3"), ("bf16", "native_fp8"))
-    with ProcessPoolExecutor(4, multiprocessing.get_context("spawn")) as workers:
+    count = min(os.cpu_count() or 1, 4 + len(groups), 14)
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as workers:
+        both = itertools.product(("fa2", "fa3"), ("bf16", "native_fp8"))
         asked = [workers.submit(_planned, *each, str(device)) for each in both]
+        small = replace(model, layers=1, index_layers=1)
+        asked += [
+            workers.submit(_warmed, group, small, str(device), pool_tokens)
+            for group in groups.values()
+        ]
         yield
         for each in asked:
             with suppress(Exception):  # it comes up again, and is named, where it is timed
                 each.result()
+
+
+def _warmed(group: list[Cell], model: Model, device: str, pool_tokens: int) -> None:
+    where, ours = torch.device(device), "fused_fp8"
+    pool = make_pool(model, where, pool_tokens, ("fp8", "bf16"), page_size=max(PAGES))
+    for i, cell in enumerate(group):  # SGLang's code is the same at every shape
+        for _ in _decode(pool, cell, (ours, "sglang") if i == 0 else (ours,)):
+            pass
 
 
 def _planned(variant: str, reads: str, device: str) -> None:
@@ -385,6 +420,17 @@ def _planned(variant: str, reads: str, device: str) -> None:
     batch = scattered(1024, [64], 1, where)
     kernel = FlashInferAttention(variant, reads, where)
     kernel.plan(batch, 8, 1.0, rank=512, rope=64)
+
+
+def _packed(pool: Pool) -> list[torch.Tensor]:
+    """The pool's BF16 rows as packed ones [S, 656], made once: 656 B more per slot and layer."""
+    if (PACKED, 0) not in pool.beside:
+        rank = pool.model.kv_lora_rank
+        pool.beside[(PACKED, 0)] = {
+            str(layer): torch.cat([formats.pack(part, rank) for part in rows.split(SPAN)])
+            for layer, rows in enumerate(pool.bf16)
+        }
+    return [*pool.beside[(PACKED, 0)].values()]
 
 
 def time_attention(
@@ -406,7 +452,8 @@ def time_attention(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         plan_ms = (time.perf_counter() - begun) * 1e3
-    rows = pool.bf16 if getattr(kernel, "reads", "fp8") == "bf16" else pool.fp8
+    reads = getattr(kernel, "reads", "fp8")
+    rows = pool.bf16 if reads == "bf16" else _packed(pool) if reads == "packed" else pool.fp8
     if hasattr(kernel, "pack"):  # takes queries in a form of its own, returns its own output
         q = [kernel.pack(*both) for both in zip(q_nope, q_pe, strict=True)]
 
@@ -419,9 +466,9 @@ def time_attention(
 
     found = _time(pool, attend)
     layer = int(torch.randint(pool.layers, ()))
+    stored = formats.unpack(rows[layer], rank, rope) if reads == "packed" else rows[layer]
     exact = reference.attend(
-        *(q_nope[layer], q_pe[layer], rows[layer], batch, model.softmax_scale, torch.float64),
-        queries,
+        *(q_nope[layer], q_pe[layer], stored, batch, model.softmax_scale, torch.float64), queries
     )
     error = (out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     return found, float(error.nan_to_num(nan=float("inf")).max()), plan_ms

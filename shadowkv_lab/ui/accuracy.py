@@ -189,16 +189,17 @@ def attention_split(file: PoolFile, errors: Sequence[AttentionError]) -> go.Figu
 def model_bars(errors: Sequence[ModelError], geometry: Model, data: str) -> go.Figure:
     """Next-token KL and top-1 agreement of each storage on a model run whole."""
     worst = max((e for e in errors if e.kl > 0), key=lambda e: e.kl)
+    sizes = {e.storage: geometry.row_bytes(STORAGES[e.storage].row_bytes) for e in errors}
     traces = [
         charts.points(
-            [geometry.row_bytes(STORAGES[e.storage].row_bytes)],
+            [sizes[e.storage]],
             [e.kl or None],
             f"{e.storage}: perplexity {e.perplexity:.0f} ({e.perplexity_difference:+.1f})",
             COLOURS[e.storage],
             marker={"symbol": SYMBOLS[e.storage]},
             mode="markers+text",
-            text=[f"  same top-1: {e.top1:.1%}"],
-            textposition="middle right",
+            text=[f"  same top-1: {e.top1:.1%}  "],
+            textposition=f"middle {'right' if sizes[e.storage] < 750 else 'left'}",
         )
         for e in errors
     ]

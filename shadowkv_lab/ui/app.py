@@ -34,6 +34,7 @@ CSS = """<style>
   overflow-wrap: anywhere; border-bottom: 1px dotted #0072B2; }
 .shadowkv .widget-html-content { line-height: 1.5; }
 .shadowkv-beside { color: #555; font-size: 11px; }
+.shadowkv-stale { opacity: 0.45; filter: grayscale(1); }
 </style>"""
 
 
@@ -265,14 +266,19 @@ class App:
         if isinstance(view, LabError):
             self._end(_in_place(view))
             return
-        self.view, self.line, self.note.value = view, line, charts.words(view.note)
+        self.view, self.line = view, line
+        self._answer(view)
+        self._draw(view.figures)
         told = f'<code class="shadowkv-code">{html.escape(line, quote=False)}</code>'
         self.code.value = f"To show the same: {told}"
         for name, text in view.beside.items():
             if not self.controls[name].disabled:
                 self._say(name, text)
-        self._draw(view.figures)
         self._end()
+
+    def _answer(self, view: View) -> None:
+        """Show a view's words."""
+        self.note.value = charts.words(view.note)
 
     def _end(self, error: str = "", stale: bool = False) -> None:
         """Work has ended. Below an error, what is shown is an older setting's."""
@@ -284,8 +290,13 @@ class App:
         """Mark the shown figures as those of an older setting, or as current again."""
         if stale != self._stale:
             self._stale = stale
-            for plot in self.plots.children:
-                plot.stale = stale
+            for part in self._answers:
+                (part.add_class if stale else part.remove_class)("shadowkv-stale")
+
+    @property
+    def _answers(self) -> tuple[w.Widget, ...]:
+        """What is an older setting's while a worker makes a newer one's."""
+        return self.note, self.plots
 
     def _draw(self, figures: Sequence[go.Figure]) -> None:
         self._show(plots.draw(self.plots.children, figures, self._width))

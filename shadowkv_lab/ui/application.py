@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 import ipywidgets as w
 
-from shadowkv_lab.ui.app import QUIET, App, View, Work
+from shadowkv_lab.errors import CannotRun, DoesNotFit
+from shadowkv_lab.ui.app import QUIET, App, View, Work, unanswered
 from shadowkv_lab.ui.controls import Control
 
 Settings = dict[str, object]
@@ -33,8 +34,10 @@ class Application:
         asleep: Callable[[Settings], dict[str, str]],
         slow: Callable[[Settings], bool],
         shell: Callable[[], type[App]] = lambda: App,
+        refusals: int = 0,
     ):
         self.function, self.where, self.columns = function, where, columns
+        self.refusals = refusals
         self.changed, self.asleep, self.slow, self.shell = changed, asleep, slow, shell
         functools.update_wrapper(self, function)
         hints = typing.get_type_hints(function, include_extras=True)
@@ -68,7 +71,12 @@ class Application:
 
     def __call__(self, *args, work: Work = QUIET, **given) -> View:
         settings = self.start(*args, **given)
-        return self.function(**settings, **({"work": work} if self.works else {}))
+        try:
+            return self.function(**settings, **({"work": work} if self.works else {}))
+        except (CannotRun, DoesNotFit) as error:
+            if not self.refusals:
+                raise
+            return unanswered(error, self.refusals)
 
     def open(self, *args, **start) -> App:
         """The application at these settings, to be used from Python."""
@@ -82,6 +90,7 @@ def application(
     asleep: Callable[[Settings], dict[str, str]] = lambda settings: {},
     slow: Callable[[Settings], bool] = lambda settings: False,
     shell: Callable[[], type[App]] = lambda: App,
+    refusals: int = 0,
 ) -> Callable[[Callable[..., View]], Application]:
     """Make an annotated function an application with `columns` of figures.
 
@@ -89,11 +98,12 @@ def application(
     `changed(settings, name)` gives the settings as they follow from a change of `name`, and with
     None fills what was left open at the start. `asleep` says which controls do nothing now, and
     why. Where `slow` says so, the view is made in a worker, and takes `work` to report and to be
-    cancelled. `shell` gives the class that lays it out, where that is not `App`.
+    cancelled. `shell` gives the class that lays it out, where that is not `App`. A setting that
+    cannot run or does not fit is an answer, in the place of `refusals` figures.
     """
 
     def made(function: Callable[..., View]) -> Application:
         own = where or f"{function.__module__}.{function.__name__}.app"
-        return Application(function, own, columns, changed, asleep, slow, shell)
+        return Application(function, own, columns, changed, asleep, slow, shell, refusals)
 
     return made

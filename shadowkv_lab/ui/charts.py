@@ -162,7 +162,13 @@ def bar(
     said = [""] * len(y) if hover is None else list(hover)
     label, value = ("x", "y") if upright else ("y", "x")
     marker = {"color": colour if isinstance(colour, str) else list(colour), "opacity": opacity}
-    marker["pattern"] = {"shape": [Kind(word).pattern for word in words]}
+    shapes = [Kind(word).pattern for word in words]
+    if any(shapes):
+        marker["pattern"] = {"shape": shapes}
+        if not isinstance(colour, str):
+            # plotly looks for what stands out from one colour, and warns at length of a list: each
+            # bar's own is taken all the same.
+            marker["pattern"]["bgcolor"] = "#888888"
     return {
         "type": "bar",
         label: y,
@@ -299,8 +305,13 @@ def totals(
         }
         for name, end, text in zip(names, ends, texts, strict=True)
     ]
-    above = {"y": 1, "yref": "paper", "yanchor": "bottom"}
-    notes += [{"x": at, "text": text, **above} for at, text in across]
+    above, last = (
+        {"y": 1, "yref": "paper", "yanchor": "bottom"},
+        max([at for at, _ in across] or [0]),
+    )
+    for at, text in across:  # of several the last to the right of its line, others to the left
+        side = {"xanchor": "left" if at == last else "right"} if len(across) > 1 else {}
+        notes.append({"x": at, "text": text, **above, **side})
     dashed = {"color": "#222", "dash": "dash", "width": 1.2}
     return {
         "barmode": "stack",

@@ -396,7 +396,7 @@ def _short(number: float) -> str:
 def _through(along: str, load: Load, limit: int) -> str:
     """What is held along an axis."""
     parts = {
-        "concurrency": f"{load.concurrency} request{'s' * (load.concurrency != 1)}",
+        "concurrency": charts.requests(load.concurrency),
         "context": f"context {int(load.context):,}",
         "pool": f"pool up to {limit:,} tokens",
     }
@@ -456,20 +456,20 @@ def lead_map(field: Field, load: Load) -> go.Figure:
         "text": [f"<b>{name}</b>" for name in large],
         "textfont": {"color": "white", "size": 10},
     }
+    # A shape: plotly moves one at once, and for a point draws the whole map again.
     here = {
-        **{"type": "scatter", "mode": "markers", "showlegend": False, "hoverinfo": "skip"},
-        "x": [float(np.interp(np.log(load.concurrency), np.log(CONCURRENCIES), columns))],
-        "y": [float(np.log2(load.context / CONTEXTS[0]))],
-        "marker": {
-            **{"size": 13, "symbol": "circle", "color": "white"},
-            "line": {"color": "#111", "width": 3},
-        },
+        **{"type": "circle", "xref": "x", "yref": "y", "xsizemode": "pixel", "ysizemode": "pixel"},
+        "xanchor": float(np.interp(np.log(load.concurrency), np.log(CONCURRENCIES), columns)),
+        "yanchor": float(np.log2(load.context / CONTEXTS[0])),
+        **{"x0": -6, "x1": 6, "y0": -6, "y1": 6},
+        **{"fillcolor": "white", "line": {"color": "#111", "width": 3}},
     }
     return charts.figure(
         charts.heading(finding, "ring: you are here; pale: only part of the requests run"),
-        [cells, words, here],
+        [cells, words],
         "requests",
         "context, tokens",
+        shapes=[here],
         xaxis={
             **{"tickvals": [CONCURRENCIES.index(R) for R in REQUESTS]},
             **{"ticktext": [*map(str, REQUESTS)], "tickangle": 0},

@@ -159,13 +159,15 @@ def against_context(frame: pd.DataFrame) -> go.Figure:
     where = dict(model=str(first.model), card=str(first.card), heads=int(first.heads))
     where["concurrency"] = int(first.concurrency)
     starts = {name: rounded(worth_from(name, **where)) for name in dict.fromkeys(frame.strategy)}
-    said = ", ".join(f"{name} {start}" for name, start in starts.items())
+    said = ", ".join(
+        f"{start} ({charts.tag(name).title.split(' (')[0]})" for name, start in starts.items()
+    )
     longest = frame.context.max()
     return _over_context(
         charts.heading(
-            f"DSA is the faster way from these tokens on: {said}",
+            f"DSA is faster from this context on: {said}",
             f"{first.model}, {machine.card(first.card).title}, {first.heads} heads per GPU, "
-            f"{_requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
+            f"{charts.requests(first.concurrency)}, to {rounded(longest)} tokens; predicted",
         ),
         traces,
         "step, all layers (ms)",
@@ -194,10 +196,6 @@ def _over_context(title: str, traces: list, y: str, below: int) -> go.Figure:
         legend={"y": -0.22},
         margin={"b": below},
     )
-
-
-def _requests(count: int) -> str:
-    return "one request" if count == 1 else f"{count} requests"
 
 
 def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) -> go.Figure:
@@ -248,7 +246,7 @@ def costs_and_saves(concurrency: int = 1, card: str = "h200", heads: int = 8) ->
             f"At 128K the index adds {wide:.1f} times what dense BF16 rows add, {narrow:.1f} times "
             "what FP8 rows add",
             f"one layer, {machine.card(card).title}, {heads} heads per GPU, "
-            f"{_requests(concurrency)}; points are differences of published DSA modules",
+            f"{charts.requests(concurrency)}; points are differences of published DSA modules",
         ),
         traces,
         "more than at 2,049 tokens, one layer (us)",

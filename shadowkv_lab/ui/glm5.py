@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab import machine
+from shadowkv_lab import facts, machine
 from shadowkv_lab.deployment import GIB
 from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.glm5 import hypotheses, reported, verdict
@@ -230,7 +231,7 @@ def profile_bars(profiles: Sequence[Profile], rest: Rest) -> go.Figure:
             f"In the GLM-5 report: {share:.0%} of cast + rest",
         ),
         bars,
-        "share of the step's kernel time (%)",
+        "share of kernel time (%)",
         barmode="stack",
         height=210 + below,
         margin={"t": 90, "b": below},
@@ -342,17 +343,39 @@ def reproduction_view(
     """
     if not (math.isfinite(rest_ms) and rest_ms >= 0):
         raise OutOfRange(f"rest_ms of {rest_ms}", "a finite number, 0 or more")
+    stamps = facts.stamps("runs", "*.jsonl")
+    found, rest, bars, flag = _answered(stamps, gpu, context, concurrency, rest_ms, rest_grows)
+    server = (before_ms, after_ms, pool_tokens, layers)
+    table, explained, words = _explained(stamps, server, cast_ms or None)
+    said = f"{flag} {words} Rest: {rest.provenance.how}; {rest.provenance}."
+    return View([bars, explained], said, found, TABLE, {"hypotheses": table})
+
+
+# A control moves one of the two halves; the other one is remembered, while the runs are the same.
+
+
+@lru_cache(maxsize=64)
+def _answered(
+    stamps: tuple, gpu: str, context: int, concurrency: int, rest_ms: float, rest_grows: bool
+) -> tuple[pd.DataFrame, Rest, go.Figure, str]:
+    """The verdict at a load, the rest it takes, its figure, and the flag in words."""
     rest = verdict.report_rest(gpu, context, rest_ms or None)
     if not rest_grows:
         rest = Rest(rest(1), experts=0, provenance=rest.provenance)
-    of = reported.server(before_ms, after_ms, pool_tokens, layers, cast_ms=cast_ms or None)
-    table = hypotheses.recorded_hypotheses(of)
     found = verdict.verdict(gpu, context, concurrency, rest=rest)
     where = f"{machine.card(gpu).title}, {concurrency} x {context:,} tokens"
-    figures = [tpot(found, rest, concurrency, where), hypotheses_bars(table, of)]
-    words = verdict.flag_first(verdict.smaller_pools(gpu, context, rest=rest)) + " "
-    words += f"{hypotheses.in_words(of, table)} Rest: {rest.provenance.how}; {rest.provenance}."
-    return View(figures, words, found, TABLE, {"hypotheses": table})
+    flag = verdict.flag_first(verdict.smaller_pools(gpu, context, rest=rest))
+    return found, rest, tpot(found, rest, concurrency, where), flag
+
+
+@lru_cache(maxsize=64)
+def _explained(
+    stamps: tuple, server: tuple, cast_ms: float | None
+) -> tuple[pd.DataFrame, go.Figure, str]:
+    """The explanations of two TPOTs, their figure, and what they come to."""
+    of = reported.server(*server, cast_ms=cast_ms)
+    table = hypotheses.recorded_hypotheses(of)
+    return table, hypotheses_bars(table, of), hypotheses.in_words(of, table)
 
 
 reproduction_app = reproduction_view.app

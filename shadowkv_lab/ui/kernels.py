@@ -1,6 +1,7 @@
 """Figures of the kernel benchmark: bandwidth against the floor, and ours against the peers."""
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from shadowkv_lab.ui import charts
 from shadowkv_lab.ui.app import View
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu
+from shadowkv_lab.ui.plots import Figures
 
 # Kernels take the colour of the strategy that uses them; all others are grey.
 FAMILY = {
@@ -36,20 +38,29 @@ def recorded(path: str | Path | None = None, kernel: str = "cast") -> tuple[pd.D
     If no path is given, the newest file of data/runs that has this kernel is taken. Raises
     `BadFile`.
     """
-    paths = [Path(path)] if path else facts.files("runs", "*kernels.json")
-    files = [_recorded(Path(path))] if path else [f for _, f in facts.each(paths, _recorded)]
-    having = [file for file in files if any(row.kernel == kernel for row in file.rows)]
+    stamps = facts.stamps("runs", "*kernels.json")
+    files = [_framed(_recorded(Path(path)))] if path else _all(stamps)
+    having = [(rows, origin) for rows, origin in files if kernel in set(rows.kernel)]
     if not having:
         raise BadFile(
             f"No kernel benchmark with {kernel} is recorded",
             "data/runs/*kernels.json",
             "Record one on a GPU: shadowkv bench kernels --record FILE",
         )
-    newest = max(having, key=lambda file: file.origin.date)
-    rows = pd.DataFrame([asdict(row) for row in newest.rows])
+    rows, origin = max(having, key=lambda file: file[1]["date"])
     # Of several page sizes the largest, which DSA models run; a file of one names none.
     rows = rows[rows.page_size.isin([0, rows.page_size.max()]) & (rows.queries == 1)]
-    return rows, asdict(newest.origin)
+    return rows, dict(origin)
+
+
+@lru_cache(maxsize=4)
+def _all(stamps: tuple[tuple[Path, int], ...]) -> list[tuple[pd.DataFrame, dict]]:
+    """Every benchmark there is, read again when a file has changed."""
+    return [_framed(file) for _, file in facts.each([path for path, _ in stamps], _recorded)]
+
+
+def _framed(file: "_Recorded") -> tuple[pd.DataFrame, dict]:
+    return pd.DataFrame([asdict(row) for row in file.rows]), asdict(file.origin)
 
 
 @dataclass(frozen=True)
@@ -226,11 +237,11 @@ def kernels_view(
     rows, origin = recorded(kernel="fused_fp8")
     if heads not in (known := _heads(rows)):
         raise OutOfRange(f"{heads} heads", f"recorded ones: {', '.join(map(str, known))}")
-    figures = [
-        bandwidth(movers, copied),
-        decode_time(rows, origin, heads),
-        decode_bandwidth(rows, origin, heads),
-    ]
+    figures = Figures(
+        lambda: bandwidth(movers, copied),
+        lambda: decode_time(rows, origin, heads),
+        lambda: decode_bandwidth(rows, origin, heads),
+    )
     shown = pd.concat([movers[movers.heads == 0], rows[rows.heads == heads]])
     shown = shown.assign(heads=shown.heads.where(shown.heads > 0))
     note = f"<b>recorded</b> on {origin['device']}, page size {rows.page_size.max()}"

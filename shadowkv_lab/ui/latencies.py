@@ -7,12 +7,12 @@ from typing import Annotated
 import ipywidgets as w
 import pandas as pd
 
-from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
+from shadowkv_lab.errors import OutOfRange
 from shadowkv_lab.serving import traces, traffic
 from shadowkv_lab.serving.contenders import WANTED, over_rates
 from shadowkv_lab.serving.results import OBJECTIVE, Objective
 from shadowkv_lab.ui import charts, serving
-from shadowkv_lab.ui.app import View, Work, unanswered
+from shadowkv_lab.ui.app import View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Control, ModelName
 
@@ -101,6 +101,7 @@ def against_rate(rows: pd.DataFrame, name: str, said: str, objective: Objective 
     changed=serving.follow,
     asleep=serving.asleep,
     slow=lambda settings: True,
+    refusals=len(WAITS),
 )
 def waits_view(
     model: ModelName = "glm-5",
@@ -115,10 +116,7 @@ def waits_view(
     work: Work,
 ) -> View:
     """TTFT, TPOT and ITL at p50 and p99 against the rate, of drawn traffic or a trace of yours."""
-    try:
-        found, left_out = serving.asked(model, gpu, tensor_parallel, rest, strategies)
-    except (CannotRun, DoesNotFit) as error:
-        return unanswered(error, len(WAITS))
+    found, left_out = serving.asked(model, gpu, tensor_parallel, rest, strategies)
     load = load_of(trace)
     own, rows = load.demand.requests_per_s, []
     for i, factor in enumerate(FACTORS):

@@ -9,12 +9,12 @@ import anywidget
 import ipywidgets as w
 import plotly.graph_objects as go
 import traitlets
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from plotly.utils import PlotlyJSONEncoder
 
 PAGE_WIDTH, GAP = 968, 4  # what a JupyterLab 1400 px wide shows, its side bar open
 CHAR_PX = 6.1  # of a label at FONT_SIZE
-TITLE_PX, SMALL_PX = 7.6, 6.1  # of a title's characters
+TITLE_PX, SMALL_PX, SUBTITLE_PX = 7.6, 6.1, 6.6  # of a title's characters
 TITLE_SIZE, FONT_SIZE = 14, 11
 PHONE, LINE_PX = 450, 15  # a figure below PHONE wide is a phone's; a label's line
 AXIS_PX, ROW_PX = 58, 20  # below a plot: its ticks and their title, then a legend's rows
@@ -39,13 +39,16 @@ class Figures(Sequence):
         return [make() for make in makers] if isinstance(index, slice) else makers()
 
 
-# A page loads plotly.js once, from the widget that holds it, and draws a figure when its place has
-# a size. Then only values that differ are set, which takes plotly less than a figure drawn anew and
-# leaves a zoomed view as it is.
+# A page loads plotly.js once: JupyterLab's own where an output has brought it and it is the same
+# one, else that of the widget that holds it. A figure is drawn when its place has a size; then only
+# values that differ are set, which takes plotly less than a figure drawn anew and leaves a zoomed
+# view as it is.
 SCRIPT = """
 const KEY = 'shadowkv-plotly';
+const there = () => globalThis.Plotly?.version === 'VERSION' ? globalThis.Plotly : undefined;
 const loaded = model => globalThis[KEY] ??= (async () => {
   const held = await model.widget_manager.get_model(model.get('plotly'));
+  if (there()) return there();
   const url = URL.createObjectURL(new Blob([held.get('value')], {type: 'text/javascript'}));
   try { await import(url); } finally { URL.revokeObjectURL(url); }
   return globalThis.Plotly;
@@ -82,9 +85,8 @@ export default {
     const draw = async () => {
       if (due || !place.offsetWidth) return;
       due = true;
-      try { plotly = await loaded(model); } finally { due = false; }
-      const {spec, stale} = JSON.parse(held.get('value'));
-      if (stale) spec.layout.paper_bgcolor = spec.layout.plot_bgcolor = '#dddddd';
+      try { plotly = there() ?? await loaded(model); } finally { due = false; }
+      const spec = JSON.parse(held.get('value'));
       const types = of => of?.data.map(trace => trace.type).join();
       const now = structuredClone(spec);  // plotly writes into what it is given
       if (types(shown) === types(spec)) change(plotly, place, shown, now);
@@ -104,7 +106,7 @@ export default {
     };
   },
 };
-"""
+""".replace("VERSION", get_plotlyjs_version())
 
 
 class Plot(anywidget.AnyWidget):
@@ -116,35 +118,23 @@ class Plot(anywidget.AnyWidget):
     """
 
     _esm = SCRIPT
+    of: go.Figure | None = None  # what the JSON was made of
     held = traitlets.Unicode().tag(sync=True)  # the id of the widget that holds the figure as JSON
     plotly = traitlets.Unicode().tag(sync=True)  # of the one that holds plotly.js
 
     def __init__(self, spec: dict):
-        self._told, self._holder = {"spec": spec, "stale": False}, w.HTML()
-        self._tell()
+        self._holder = w.HTML()
+        self.spec = spec
         super().__init__(held=self._holder.model_id, plotly=_plotly().model_id)
-
-    def _tell(self, **new) -> None:
-        self._told = self._told | new
-        self._holder.value = json.dumps(self._told)
 
     @property
     def spec(self) -> dict:
         """What is shown, as plain JSON."""
-        return self._told["spec"]
+        return self._spec
 
     @spec.setter
     def spec(self, spec: dict) -> None:
-        self._tell(spec=spec)
-
-    @property
-    def stale(self) -> bool:
-        """Whether it is shown in grey, as an older setting's."""
-        return self._told["stale"]
-
-    @stale.setter
-    def stale(self, stale: bool) -> None:
-        self._tell(stale=stale)
+        self._spec, self._holder.value = spec, json.dumps(spec)
 
     @property
     def figure(self) -> go.Figure:
@@ -170,16 +160,20 @@ def draw(
 ) -> list[Plot]:
     """Make `shown` show `figures`; returns the plots, new ones where there are more figures.
 
-    `fit` makes a figure plain JSON for that width in pixels, as `fitted` does.
+    `fit` makes a figure plain JSON for that width in pixels, as `fitted` does. A figure that is
+    shown already is not fitted again.
     """
     plots = []
     for i, figure in enumerate(figures):
-        spec = (fit or fitted)(figure, width)
-        if i < len(shown):
-            shown[i].spec = spec
-            plots.append(shown[i])
-        else:
-            plots.append(Plot(spec))
+        plot = shown[i] if i < len(shown) else None
+        if plot is None or plot.of is not figure:
+            spec = (fit or fitted)(figure, width)
+            if plot is None:
+                plot = Plot(spec)
+            else:
+                plot.spec = spec
+            plot.of = figure
+        plots.append(plot)
     return plots
 
 
@@ -209,6 +203,8 @@ def fitted(figure: go.Figure, width: int) -> dict:
     """A figure as plain JSON, its size, title, legend and labels fitted; the figure stays."""
     spec = plain(figure)
     layout = spec["layout"]
+    if width < PHONE:
+        _for_a_phone(spec)
     lines = []
     for part in _parts(layout.get("title", {}).get("text", "")):
         small = part.startswith("<sup>")
@@ -217,14 +213,18 @@ def fitted(figure: go.Figure, width: int) -> dict:
             lines.append(f"<sup>{line}</sup>" if small else line)
     margin, title, legend = (layout.get(part, {}) for part in ("margin", "title", "legend"))
     height = layout.get("height", 420)
-    # A subtitle stands below the title and needs a line of its own.
-    rows = len(lines) + bool(title.get("subtitle", {}).get("text"))
-    margin = margin | {"t": max(margin.get("t", 0), 34 + 19 * rows)}
-    if legend.get("orientation") == "h" and legend.get("yref", "paper") == "paper":
-        below = AXIS_PX + ROW_PX * _legend_rows(spec, width)
+    # A subtitle stands below the title and needs lines of its own.
+    if subtitle := title.get("subtitle", {}).get("text"):
+        said = textwrap.wrap(subtitle.replace("<br>", " "), int(width / SUBTITLE_PX))
+        title["subtitle"]["text"], subtitle = "<br>".join(said), len(said)
+    margin = margin | {"t": max(margin.get("t", 0), 34 + 19 * (len(lines) + (subtitle or 0)))}
+    if legend.get("orientation") == "h":
+        axis = AXIS_PX + _more_below(spec, width - margin.get("l", 80) - margin.get("r", 80))
+        below = axis + ROW_PX * _legend_rows(spec, width)
         height += max(0, below - margin.get("b", 80))
         margin["b"] = max(below, margin.get("b", 80))
-        legend = legend | {"y": -AXIS_PX / max(height - margin["t"] - margin["b"], 1)}
+        if legend.get("yref", "paper") == "paper":
+            legend = legend | {"y": -axis / max(height - margin["t"] - margin["b"], 1)}
     layout |= {
         "width": width,
         "height": height,
@@ -248,24 +248,64 @@ def fitted(figure: go.Figure, width: int) -> dict:
         plot = width - margin.get("l", 80) - margin.get("r", 80)
         drawn = plot * (high - low) / (right - left)
         layout["height"] = min(height, drawn + margin["t"] + margin.get("b", 80))
-    if width < PHONE:
-        _for_a_phone(spec)
+    _fix_margins(layout, spec["data"])
     _make_room(spec)
     layout["title"]["y"] = 1 - 20 / layout["height"]
     return spec
 
 
+def _fix_margins(layout: dict, traces: Sequence[dict]) -> None:
+    """Margins for the labels as long as they are guessed to be.
+
+    plotly measures labels once a figure is drawn, and draws it again where its margins were
+    others: that doubles what an update takes. Names below standing bars may turn, so they are
+    left to it.
+    """
+    named = bool(_names(traces, "x"))
+    for name in layout:
+        if name.startswith(("xaxis", "yaxis")) and not (named and name.startswith("xaxis")):
+            layout[name] = layout[name] | {"automargin": False}
+    shown = layout.get("yaxis", {}).get("ticktext", _names(traces, "y"))
+    if longest := max((len(line) for name in shown for line in str(name).split("<br>")), default=0):
+        layout["margin"]["l"] = max(layout["margin"].get("l", 0), 20 + CHAR_PX * longest)
+
+
+def _names(traces: Sequence[dict], axis: str) -> list[str]:
+    """The names along an axis, each once; none where it has numbers."""
+    values = [value for t in traces for value in t.get(axis) or () if isinstance(value, str)]
+    return list(dict.fromkeys(value for value in values if value))
+
+
+def _more_below(spec: dict, plot: float) -> int:
+    """Pixels that the x axis needs beyond ticks and a title of one line: names that turn as they
+    have no room beside one another, and further lines."""
+    names = _names(spec["data"], "x")
+    longest = max(map(len, names), default=0)
+    turned = longest * CHAR_PX > 0.9 * plot / max(1, len(names))
+    lines = spec["layout"].get("xaxis", {}).get("title", {}).get("text", "").count("<br>")
+    return LINE_PX * lines + int(0.55 * longest * CHAR_PX * turned)
+
+
 def _for_a_phone(spec: dict) -> None:
-    """Long names of bars and axes in lines of a few letters."""
+    """Long names of bars, lines, points and axes in lines of a few letters; a tick a decade."""
     layout = spec["layout"]
-    names = [n for t in spec["data"] if t.get("orientation") == "h" for n in t.get("y") or () if n]
-    if names and all(isinstance(name, str) for name in names):
-        names = list(dict.fromkeys(names))
+    if names := _names(spec["data"], "y"):
         shown = ["<br>".join(textwrap.wrap(name, 18)) for name in names]
         layout["yaxis"] = layout.get("yaxis", {}) | {"tickvals": names, "ticktext": shown}
+        layout["margin"] = layout.get("margin", {}) | {"l": 70}
+    for note in layout.get("annotations", ()):
+        if note.get("ax"):  # at the end of a leader
+            note |= {"text": note["text"].replace(", ", "<br>", 1), "font": {"size": 9}}
+            note |= {"ax": 0.7 * note["ax"], "align": "left"}
+    for trace in spec["data"]:
+        if len(trace.get("name") or "") > 44:
+            trace["name"] = "<br>".join(textwrap.wrap(trace["name"], 44))
     for axis in ("xaxis", "yaxis"):
         if text := layout.get(axis, {}).get("title", {}).get("text"):
             layout[axis]["title"]["text"] = "<br>".join(textwrap.wrap(text, 34))
+    x = [v for t in spec["data"] for v in t.get("x") or () if isinstance(v, int | float) and v > 0]
+    if layout.get("xaxis", {}).get("dtick") == "D2" and x and max(x) > 100 * min(x):
+        layout["xaxis"]["dtick"] = 1
 
 
 def _legend_rows(spec: dict, width: int) -> int:
@@ -273,8 +313,9 @@ def _legend_rows(spec: dict, width: int) -> int:
     names = [t.get("name") or "" for t in spec["data"] if t.get("showlegend", True)]
     if not any(names) or (len(spec["data"]) == 1 and "showlegend" not in spec["data"][0]):
         return 0
-    widest = 45 + CHAR_PX * max(map(len, names))
-    return -(-len(names) // max(1, int((width - 120) // widest)))
+    lines = [line for name in names for line in name.split("<br>")]
+    widest = 45 + CHAR_PX * max(map(len, lines))
+    return -(-len(lines) // max(1, int((width - 120) // widest)))
 
 
 def _make_room(spec: dict) -> None:
@@ -284,14 +325,8 @@ def _make_room(spec: dict) -> None:
     axis = layout.get("xaxis", {})
     if not bars or "range" not in axis or axis.get("type") == "log":
         return
-    names = {str(name) for trace in bars for name in trace.get("y") or () if name}
-    lines = [
-        line
-        for name in layout.get("yaxis", {}).get("ticktext", names)
-        for line in name.split("<br>")
-    ]
-    left = max(layout["margin"].get("l", 0), 20 + CHAR_PX * max(map(len, lines), default=0))
-    plot = layout["width"] - left - layout["margin"].get("r", 20)
+    names = _names(bars, "y")
+    plot = layout["width"] - layout["margin"]["l"] - layout["margin"].get("r", 20)
 
     def broken(text: str) -> str:
         fits = CHAR_PX * len(text) + 10 < 0.75 * plot

@@ -20,25 +20,28 @@ from shadowkv_lab.ui.curves import Seen
 REST = "#c9ced6"
 CUT = ", pool cut"
 CSS = """<style>
-.sk-say { font-size: 13px; line-height: 1.4; color: #222; }
-.sk-say b.sk-big { font-size: 19px; line-height: 1.25; }
+.sk-say { font-size: 12.5px; line-height: 1.33; color: #222; }
+.sk-say b.sk-big { font-size: 19px; line-height: 1.2; }
 .sk-say code { display: block; user-select: all; background: #f2f2f2; color: #222;
-  padding: 3px 6px; margin: 3px 0; font-size: 11px; line-height: 1.35; overflow-wrap: anywhere; }
-.sk-rows { border-collapse: collapse; width: 100%; font-size: 12px; line-height: 1.25;
+  padding: 2px 6px; margin: 3px 0; font-size: 11px; line-height: 1.3; overflow-wrap: anywhere; }
+.sk-rows { border-collapse: collapse; width: 100%; font-size: 12px; line-height: 1.15;
   color: #222; table-layout: fixed; }
-.sk-rows th { font-weight: 400; font-size: 11px; color: #555; text-align: left; padding: 1px 3px; }
-.sk-rows td { padding: 2px 3px; border-top: 1px solid #e6e6e6; vertical-align: top; }
+.sk-rows th { font-weight: 400; font-size: 10.5px; color: #555; text-align: left;
+  padding: 1px 3px; }
+.sk-rows td { padding: 1px 3px; border-top: 1px solid #e6e6e6; vertical-align: top; }
 .sk-rows .sk-n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .sk-rows small { color: #555; font-size: 10px; }
 .sk-rows .sk-off td { color: #757575; }
 .sk-rows .sk-lead td { background: #eef6fb; }
+.sk-rows .sk-off small { display: -webkit-box; -webkit-line-clamp: 2; -webkit-box-orient: vertical;
+  overflow: hidden; }
 .sk-bar { display: flex; height: 13px; align-items: center; }
 .sk-bar span { font-size: 10.5px; padding-left: 4px; white-space: nowrap; }
 .sk-bar i { display: block; height: 100%; box-sizing: border-box; }
 .sk-key span { white-space: nowrap; }
 .sk-say summary { cursor: pointer; }
 .sk-say abbr { cursor: help; }
-.sk-key i { display: inline-block; width: 9px; height: 9px; margin: 0 2px 0 4px; }
+.sk-key i { display: inline-block; width: 7px; height: 8px; margin: 0 2px 0 3px; }
 .sk-name { border-left: 4px solid; padding-left: 4px; display: block; }
 </style>"""
 
@@ -161,12 +164,12 @@ def rows(found: Sequence[Answer], load: Load, seen: Mapping[str, Seen] = {}) -> 
         for name, shade in charts.OPACITY.items()
     )
     head = (
-        "<tr><th style='width:21%'>strategy</th><th class=sk-key>"
+        "<tr><th style='width:20%'>strategy</th><th class=sk-key>"
         f"ms/{per}{shades}<span><i style='background:{REST}'></i>rest</span></th>"
-        "<th class=sk-n style='width:17%'>tok/s</th><th class=sk-n style='width:15%'>tokens kept"
+        "<th class=sk-n style='width:13%'>tok/s</th><th class=sk-n style='width:15%'>tokens kept"
         "</th></tr>"
     )
-    share = 52 if seen else 83  # of its cell, for the longest bar
+    share = 45 if seen else 83  # of its cell, for the longest bar
     body = "".join(
         _row(a, load, share / longest, best, None if a.cut else seen.get(a.strategy.label))
         for a in found
@@ -200,7 +203,7 @@ def _row(a: Answer, load: Load, scale: float, best: Answer | None, seen: Seen | 
     if seen:
         bar += f"<span><b>seen {seen.tokens_per_s:,.1f} tok/s</b></span>"
     told = ", ".join(f"{name} {_ms(ms)}" for name, ms, _shade in parts if ms >= 0.005)
-    told += f"; seen: {_(seen.who.partition(':')[0])}" if seen else ""
+    told += f"; {_(seen.who.partition(':')[0])}" if seen else ""
     whence = _(f"{a.step.provenance}: {a.step.provenance.how}", True)
     style = f"border-bottom:2px {_border(a.step.provenance.kind)} #888"
     return (

@@ -3,6 +3,7 @@
 import html
 import re
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Annotated
@@ -442,9 +443,9 @@ def _footnotes(s: dict, at: Deployment) -> str:
     if s["start"] == REPORT:
         told.append(
             "The report measured 95.6 ms with full cast and 74.1 with its shadow; a shadow should "
-            "leave 31.0 (its context and card are not reported, 1,024 tokens are assumed). "
-            "A server of the same class, rtx6kpro, shows 51 tok/s with a BF16 pool: the report's "
-            "rest was slow itself."
+            "leave 31.0 (context and card are not reported; 1,024 tokens are assumed). rtx6kpro, a "
+            "server of the same class, shows 51 tok/s with a BF16 pool: the report's rest was "
+            "slow itself."
         )
     if s["start"] == "h200-server":
         told.append(html.escape(facts.find("published", "published result", s["start"])["note"]))
@@ -459,7 +460,7 @@ def _footnotes(s: dict, at: Deployment) -> str:
         told.append(f"Measured here, a step on {first.card} of {first.setting}: {times}.")
     if not told:
         return ""
-    return f'<div class=sk-say style="font-size:11px;color:#555">{" ".join(told)}</div>'
+    return f'<div class=sk-say style="font-size:10.5px;color:#555">{" ".join(told)}</div>'
 
 
 TABLE = (
@@ -531,7 +532,6 @@ def measured_here(at: Deployment, load: Load, report, cancelled=lambda: False) -
 
 CSS = """<style>
 .sk-screen { container-type: inline-size; }
-.sk-stale { opacity: 0.4; }
 .sk-grid { display: grid !important; gap: 0 14px; align-items: start; width: 100%;
   grid-template-columns: minmax(236px, 262px) minmax(350px, 1.8fr) minmax(244px, 1fr); }
 .sk-grid > .widget-vbox { overflow: visible; min-width: 0; }
@@ -545,15 +545,20 @@ CSS = """<style>
 .sk-left .shadowkv-beside .widget-html-content { overflow: hidden; max-height: 26px;
   line-height: 1.2 !important; display: -webkit-box; -webkit-line-clamp: 2;
   -webkit-box-orient: vertical; }
-.sk-left .widget-inline-hbox { margin: 1px 0; height: 27px; }
+.sk-left .widget-inline-hbox { margin: 1px 0; height: 25px; }
+.sk-left .widget-hprogress[style*="visibility: hidden"] { display: none; }
 .sk-right .widget-toggle-buttons > .widget-label { display: none; }
+/* One line, all of which a click selects; pointed at, it shows itself. */
+.sk-screen > .widget-html:last-child .widget-html-content { font-size: 11px; white-space: nowrap;
+  overflow: hidden; text-overflow: ellipsis; line-height: 1.4; }
+.sk-screen > .widget-html:last-child .widget-html-content:hover { white-space: normal; }
 .sk-screen .shadowkv-code { font-size: 11px; }
 .sk-right .widget-toggle-button { width: auto; height: 24px; line-height: 22px; font-size: 11px; }
 @container (max-width: 860px) { .sk-grid { grid-template-columns: 250px 1fr; }
   .sk-right { grid-column: 1 / -1; } }
 @container (max-width: 600px) { .sk-grid { grid-template-columns: 1fr; } }
 </style>"""
-HEIGHT = 264  # of each of the two figures, pixels
+HEIGHT = 262  # of each of the two figures, pixels
 FIXED = {
     "DP": "predictions know no data-parallel attention yet",
     "PP": "predictions know no pipeline stages yet",
@@ -565,8 +570,12 @@ class Screen(App):
     """The application in three columns: what I have, the answer, and when it changes."""
 
     def __init__(self, of, settings: dict):
-        self.said, self.rows = w.HTML(), w.HTML()
+        self.answer = w.HTML()
         self.measuring: threading.Event | None = None  # set: stop
+        # The first answer at once, in half a second: beside the cells that Run All runs meanwhile,
+        # a worker takes six times as long.
+        with suppress(LabError):  # the view says it
+            grid(deployed(settings), tokens_per_step=settings["tokens_per_step"])
         super().__init__(of, settings)
         for control in self.controls.values():
             control.style.description_width = "78px"
@@ -586,7 +595,7 @@ class Screen(App):
                 for name, why in FIXED.items()
             ]
         )
-        why = w.HTML("DP, PP and DCP: predictions do not know them yet")
+        why = w.HTML("DP, PP and DCP: not in the predictions yet")
         why.add_class("shadowkv-beside")
         left = []
         for name, control in self.controls.items():
@@ -612,7 +621,7 @@ class Screen(App):
         buttons.children = [*buttons.children[:2], self.measure]
         columns = [
             w.VBox([*left, buttons, working, self.status, self.error]),
-            w.VBox([self.said, self.rows]),
+            self.answer,
             w.VBox([self.controls["along"], self.plots]),
         ]
         for column, name in zip(columns, ("sk-left", "sk-middle", "sk-right"), strict=True):
@@ -669,10 +678,12 @@ class Screen(App):
         if self.measuring is not None:
             self.cancel.layout.display = ""
 
-    def _grey(self, stale: bool) -> None:
-        super()._grey(stale)
-        for part in (self.said, self.rows):
-            (part.add_class if stale else part.remove_class)("sk-stale")
+    @property
+    def _answers(self) -> tuple[w.Widget, ...]:
+        return self.answer, self.plots
+
+    def _answer(self, view: View) -> None:
+        self.answer.value = view.said + view.rows  # one message; the note is for a command
 
     def _settle(self, settings: dict, slow: bool) -> None:
         super()._settle(settings, slow)
@@ -694,7 +705,6 @@ class Screen(App):
             self.beside[name].value = said
 
     def _draw(self, figures) -> None:
-        self.said.value, self.rows.value = self.view.said, self.view.rows
         self._show(plots.draw(self.plots.children, figures, 0, fit=_fluid))
 
 
@@ -704,11 +714,15 @@ def _fluid(figure, width: int) -> dict:
     layout = spec["layout"]
     title = layout["title"]["text"]
     layout |= {"height": HEIGHT, "autosize": True, "showlegend": False}
+    for axis in ("xaxis", "yaxis"):  # margins that follow the labels draw every figure twice
+        layout[axis] = layout[axis] | {"automargin": False}
     layout.pop("width", None)
     layout["margin"] = {"l": 44, "r": 8, "t": 76, "b": 36}
     layout["font"] = {"size": 10.5}
+    said = plots.wrapped(title, 40, 50)
+    said = said.replace("<sup>", '<span style="font-size:9.5px">').replace("</sup>", "</span>")
     layout["title"] = {
-        "text": plots.wrapped(title, 40, 56),
+        "text": said,
         "font": {"size": 12},
         "x": 0,
         "xref": "container",

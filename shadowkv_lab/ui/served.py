@@ -88,7 +88,7 @@ def table(run: runs.ServerRun) -> pd.DataFrame:
 
 
 def every(sides: tuple[str, ...] = ("plain", "shadow")) -> pd.DataFrame:
-    """ms per token of these sides in each recorded run, load by load."""
+    """ms per token of these sides in each recorded run, of the loads that all of them had."""
     rows = [
         {
             "run": run.info["id"],
@@ -103,4 +103,6 @@ def every(sides: tuple[str, ...] = ("plain", "shadow")) -> pd.DataFrame:
         if m.side in sides
     ]
     index = ["date", "run", "revision", "side"]
-    return pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").round(2)
+    return (
+        pd.DataFrame(rows).pivot(index=index, columns="load", values="ms").dropna(axis=1).round(2)
+    )

@@ -18,7 +18,7 @@ from shadowkv_lab.serving.contenders import WANTED, contenders, reported_or_deri
 from shadowkv_lab.steps.answer import ANCHORS
 from shadowkv_lab.strategies import STRATEGIES, parse
 from shadowkv_lab.ui import charts
-from shadowkv_lab.ui.app import QUIET, View, Work, unanswered
+from shadowkv_lab.ui.app import QUIET, View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import (
     Context,
@@ -286,6 +286,7 @@ def _steps(settings: dict) -> tuple:
     changed=follow,
     asleep=asleep,
     slow=lambda s: _steps(s) not in WORKED,
+    refusals=3,
 )
 def load_view(
     model: ModelName = "glm-5",
@@ -299,10 +300,7 @@ def load_view(
     work: Work = QUIET,
 ) -> View:
     """Many requests at once by the closed form: one load, speed against interactivity, who wins."""
-    try:
-        found, left_out = asked(model, gpu, tensor_parallel, rest, strategies)
-    except (CannotRun, DoesNotFit) as error:
-        return unanswered(error, 3)
+    found, left_out = asked(model, gpu, tensor_parallel, rest, strategies)
     contexts = [n for n in CONTEXTS if n <= load_model(model).max_positions]
     for i, c in enumerate(found):  # the steps that the three figures have in common
         work.stage(f"{charts.tag(c.name).title}, every load", i / len(found))

@@ -10,14 +10,14 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange
+from shadowkv_lab.errors import DoesNotFit, OutOfRange
 from shadowkv_lab.serving import traffic
 from shadowkv_lab.serving.closed_form import Contender, loop_tokens_per_s
 from shadowkv_lab.serving.contenders import WANTED, engine
 from shadowkv_lab.serving.results import OBJECTIVE, Objective, Results
 from shadowkv_lab.serving.simulate import PREFILL_SOURCE, PREFILL_TOKENS_PER_S, simulate
 from shadowkv_lab.ui import charts, serving
-from shadowkv_lab.ui.app import QUIET, View, Work, unanswered
+from shadowkv_lab.ui.app import QUIET, View, Work
 from shadowkv_lab.ui.application import application
 from shadowkv_lab.ui.controls import Menu, ModelName, Slider, TensorParallel, powers
 
@@ -262,6 +262,7 @@ def asleep(settings: dict) -> dict[str, str]:
     changed=serving.follow,
     asleep=asleep,
     slow=lambda settings: True,
+    refusals=2,
 )
 def traffic_view(
     model: ModelName = "glm-5",
@@ -283,21 +284,15 @@ def traffic_view(
     work: Work,
 ) -> View:
     """Traffic simulated: KV use and queue over time, and the pressure cliff or objectives met."""
-    try:
-        found, left_out = serving.asked(model, gpu, tensor_parallel, rest, strategies)
-    except (CannotRun, DoesNotFit) as error:
-        return unanswered(error, 2)
+    found, left_out = serving.asked(model, gpu, tensor_parallel, rest, strategies)
     drawn = lengths_of(lengths, prompt_tokens, output_tokens)
     load, runs = traffic_of(arrivals, rate, concurrency, drawn), []
     for i, c in enumerate(found):
         work.stage(f"{charts.tag(c.name).title}, {len(load)} requests", i / len(found))
-        try:
-            runs.append(simulate(engine(c), load))
-        except DoesNotFit as error:  # more prompt tokens than prefill serves
-            return unanswered(error, 2)
+        runs.append(simulate(engine(c), load))  # refuses more prompt tokens than prefill serves
     if not any(run.finished for run in runs):
         why = f"No request fits: {runs[0].refusals()[0]}"
-        return unanswered(DoesNotFit(why, "shorter requests, or a larger pool"), 2)
+        raise DoesNotFit(why, "shorter requests, or a larger pool")
     if arrivals == "closed loop":
         plain = next((c for c in found if c.name == "bf16_pool"), found[-1])
         kept = {c.name: c.capacity_tokens for c in found}

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from shadowkv_lab.errors import CannotRun, OutOfRange, UnknownName
 from shadowkv_lab.kernels import attention, decode, launch
-from shadowkv_lab.kernels.reference import FP8, to_fp8
+from shadowkv_lab.kernels.reference import FP8, in_fp8, to_fp8
 from shadowkv_lab.load import make_batch
 
 SCALE = 256**-0.5
@@ -175,6 +175,8 @@ def test_queries_in_fp8(device, kernel, packed):
     assert kernel.name == "lab_fused_fp8(query=fp8)"
     assert worst(out, exact(*rounded(q_nope, q_pe), rows, batch)) < 6e-4
     assert worst(out, exact(q_nope, q_pe, rows, batch)) > 1e-3, "which are other queries"
+    for ours, wanted in zip(in_fp8(q_nope, q_pe), rounded(q_nope, q_pe), strict=True):
+        assert torch.equal(ours, wanted), "the specification rounds alike"
 
 
 def test_a_query_of_another_type_is_refused():

@@ -155,6 +155,31 @@ def test_a_peer_that_fails_is_named_and_ends_nothing(tmp_path, monkeypatch, tiny
     assert not list(kernels.bench(tiny, cpu, 640, todo, limit_s=-1))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter")
+@pytest.mark.parametrize("queries", [1, 2])
+def test_each_of_ours_is_measured_with_its_error(monkeypatch, tiny, queries):
+    """FP8 rows, packed rows and queries in FP8, by the interpreter; peers say what they lack."""
+
+    def once(pool, layer):
+        for i in range(pool.layers):
+            layer(i)
+        return timing.Timing(1.0, 0.0, 5)
+
+    monkeypatch.setattr(kernels, "_time", once)
+    torch.manual_seed(0)
+    pool = kernels.make_pool(tiny, torch.device("cpu"), 256, ("fp8", "bf16"), page_size=64)
+    (group,) = kernels._decode(pool, kernels.Cell(64, 8, "2 x 70", queries))
+    failed = [each for each in group if isinstance(each, kernels.Failure)]
+    ours = {name: (size, error) for name, _, size, error, *_ in group[:3]}
+    assert len(failed) == 8 and all("GPU" in each.reason for each in failed)
+    assert all(each.queries == queries and each.shape == "2 x 70" for each in failed)
+    rows = tiny.layers * 140
+    assert ours["fused_fp8"][0] == rows * 576 and ours[kernels.PACKED][0] == rows * 656
+    # Outputs are truncated to BF16 here.
+    assert ours["fused_fp8"][1] < kernels.CHECKED and ours[kernels.PACKED][1] < kernels.CHECKED
+    assert ours["fused_fp8(query=fp8)"][1] > kernels.CHECKED
+
+
 def test_tuning_keeps_the_fastest_candidate_and_writes_it_down(tmp_path, monkeypatch, tiny):
     """With made-up times that know one best row a load, the table ends up with that row."""
     (tmp_path / "launch").mkdir()

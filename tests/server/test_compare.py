@@ -337,6 +337,9 @@ def test_a_patch_is_perfect_in_every_run_and_the_logs_say_which(run):
     found = compare.compare(*sides)
     assert found.outcome == "all" and found.hypotheses.empty
     assert "by the logs, no plug-in before and shadow after" in found.notes
+    loads = found.tpot[["requests", "input"]].itertuples(index=False)
+    wanted = [f"{r} x {n:,}, {when}" for r, n in loads for when in ("before", "after")]
+    assert list(report.figure(found).data[0].y) == wanted
     text = " ".join([found.sentence, *found.notes, found.budget.formula])
     assert "cut to 0" not in text and "not accounted for" not in text
     assert "max_total_tokens 495,616" in text and "(1 - 0.85)" in text

@@ -1,16 +1,20 @@
 """Measurements check themselves, free what they took, and stop when told."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 
 from shadowkv_lab import kernels
 from shadowkv_lab.deployment import Setting
-from shadowkv_lab.errors import CannotRun, DoesNotFit, WrongResult
-from shadowkv_lab.load import Load
+from shadowkv_lab.errors import CannotRun, DoesNotFit, OutOfRange, WrongResult
+from shadowkv_lab.load import Load, make_batch
+from shadowkv_lab.model import load_model
+from shadowkv_lab.pool import Pool
 from shadowkv_lab.steps import measure as decode
 from shadowkv_lab.steps import timing
+from shadowkv_lab.steps.step import to_dict
 from shadowkv_lab.strategies import STRATEGIES, parse_list
 
 CPU = torch.device("cpu")
@@ -34,6 +38,66 @@ def test_runs_say_what_was_measured(bench):
     assert runs[0].scratch_bytes == 257 * 1152, "one layer of scratch"
     assert runs[0]["cast"].bytes == 2 * 256 * 1728 and runs[0]["cast"].curve == "full_cast"
     assert runs[2]["write"].curve == "fp8+bf16" and runs[2]["attention"].curve == "reference"
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_several_tokens_per_step(bench, page_size, tokens):
+    """Written together, and each attends to those up to itself; the run says how many there are."""
+    bench = dataclasses.replace(bench, tokens_per_step=tokens, page_size=page_size)
+    names = "full_cast,bf16_pool,shadow,gather_cast,hot_set(rows=300),shared_shadow"
+    for r in decode.measure(bench, parse_list(names), [512], [(2, 70)]):
+        assert r.setting.load == Load(2, 70, tokens) and 0 < r.error < 6e-3
+        kinds = {"bf16_pool": "bf16", "shadow": "fp8+bf16", "hot_set": "fp8+bf16"}
+        row = bench.model.row_bytes(kinds.get(r.strategy.name, "fp8"))
+        assert r["write"].bytes == bench.model.layers * 2 * tokens * row
+        assert to_dict(r)["setting"]["load"]["tokens_per_step"] == tokens
+
+
+def test_the_new_tokens_of_a_request_are_its_last(tiny):
+    """Before and after the last pages are rotated, also where they lie in two pages."""
+    for page_size, context in ((1, 9), (64, 66), (64, 70)):
+        pool = Pool(tiny, 640, [("bf16",)] * tiny.layers, page_size=page_size, order="random")
+        batch = pool.batch(2, context, 3)
+        for turn in range(3):
+            wanted = [batch.slots(b)[-3:] for b in range(2)]
+            assert torch.equal(batch.new_slots, torch.cat(wanted))
+            pages = [batch.pages[a:b] for a, b in pairwise(batch.indptr.tolist())]
+            at = torch.arange(context)
+            for b in range(2):
+                slots = pages[b][at // page_size].long() * page_size + at % page_size
+                assert torch.equal(batch.slots(b), slots)
+            assert batch.compact().new_slots.tolist() == [
+                *range(context - 3, context),
+                *range(2 * context - 3, 2 * context),
+            ]
+            batch.advance(turn)
+        pool.release(batch)
+    with pytest.raises(OutOfRange, match="3 query tokens of 2"):
+        pool.batch(1, 2, 3)
+
+
+def test_the_reference_masks_what_a_query_token_has_not_seen(tiny):
+    """Against one query a request over a batch of as many tokens as each has seen."""
+    pool = Pool(tiny, 64, [("bf16",)] * tiny.layers)
+    pool.bf16[0].normal_()
+    q = torch.randn(1, 3 * 4, tiny.row, dtype=torch.float64)
+    parts = q[..., : tiny.kv_lora_rank], q[..., tiny.kv_lora_rank :]
+    batch = pool.batch(1, 10, 3)
+    together = kernels.reference.attend(*parts, pool.bf16[0], batch, 0.1, torch.float64, 3)
+    for i in range(3):
+        seen = batch.live_slots[: 8 + i]
+        one = make_batch([seen], [8 + i], seen[-1:][None], 1, "cpu")
+        mine = [part[:, i * 4 : i * 4 + 4] for part in parts]
+        alone = kernels.reference.attend(*mine, pool.bf16[0], one, 0.1, torch.float64)
+        assert torch.allclose(together[:, i * 4 : i * 4 + 4], alone, rtol=1e-12)
+
+
+def test_several_tokens_that_each_choose_their_rows_are_refused(bench):
+    bench = dataclasses.replace(bench, tokens_per_step=2, reads="dsa")
+    bench = dataclasses.replace(bench, model=load_model("glm-5"))
+    with pytest.raises(CannotRun, match="one token per step"):
+        decode.measure(bench, parse_list("bf16_pool"), [64], [(1, 8)])
 
 
 def test_one_step_from_a_setting(tiny):

@@ -62,8 +62,8 @@ def test_the_figures_say_and_draw_what_was_computed():
     found = dsa.over_contexts(("bf16_pool", "fused_fp8"))
     figure = dsa.against_context(found)
     title = figure.layout.title.text
-    for name in ("bf16_pool", "fused_fp8"):
-        assert f"{name} {dsa.rounded(dsa.worth_from(name))}" in title
+    for name, called in (("bf16_pool", "BF16 pool"), ("fused_fp8", "fused FP8")):
+        assert f"{dsa.rounded(dsa.worth_from(name))} ({called})" in title
     assert {t.name for t in figure.data} == {
         "BF16 pool, dense",
         "BF16 pool, DSA",
@@ -134,7 +134,7 @@ def test_the_first_lines_of_the_notebook_are_what_is_predicted():
     assert list(said.groups()) == at_128k
     assert f"{dsa.step_at('shadow', 'dsa', 131_072).ms:.1f}" == at_128k[0]
     table = dsa.table(dsa.crossovers(models=("glm-5",), cards=("h200",), heads=(8,)))
-    assert table.iloc[0].tolist() == ["170K", "16K", "never", "38K"]
+    assert table.iloc[0].tolist() == ["180K", "17K", "never", "38K"]
 
 
 def test_what_the_notebook_says_of_recorded_steps_and_peers():

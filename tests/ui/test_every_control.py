@@ -41,8 +41,8 @@ def settle(app):
 def shown(app):
     """All that a user sees beside the controls themselves."""
     figures = [plot.spec for plot in app.plots.children]
-    texts = [app.note.value, *(label.value for label in app.beside.values())]
-    return repr((texts, app.rows.value if hasattr(app, "rows") else "", figures))
+    answer = app.answer if hasattr(app, "answer") else app.note
+    return repr((answer.value, [label.value for label in app.beside.values()], figures))
 
 
 def positions(control):

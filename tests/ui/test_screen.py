@@ -39,7 +39,7 @@ def shown(app):
     """All that a user sees beside the controls themselves."""
     figures = [plot.spec for plot in app.plots.children]
     beside = [label.value for label in app.beside.values()]
-    return repr((app.note.value, app.rows.value, figures, beside, app.error.value))
+    return repr((app.answer.value, figures, beside, app.error.value))
 
 
 def values(control):
@@ -72,7 +72,7 @@ def test_the_grid_says_what_each_answer_says():
 
 
 def test_the_start_is_the_report_and_says_which_how_fast_and_why(app):
-    said = html.unescape(re.sub(r"<[^>]+>", "", app.note.value))
+    said = html.unescape(re.sub(r"<[^>]+>", "", app.answer.value))
     assert "BF16 pool: 32.3 tok/s, 3.1 x full cast's 10.5" in said
     assert "64.6 of full cast's 95.6 ms" in said
     assert "--kv-cache-dtype bfloat16" in said and "273,280 tokens" in said
@@ -104,7 +104,7 @@ def test_every_choice_answers_or_says_why_not(name):
     for value in choices:
         press(app, name, value)
         seen.add(shown(app))
-        assert re.search("tok/s|No answer here|No strategy runs", app.note.value)
+        assert re.search("tok/s|No answer here|No strategy runs", app.answer.value)
         assert app.settings[name] == value
         for kind in values(app.controls["checkpoint"]):
             press(app, "checkpoint", kind)
@@ -130,9 +130,9 @@ def test_what_is_typed_of_the_memory_is_yours_until_the_server_changes(app):
 
 def test_a_model_that_does_not_fit_is_an_answer(app):
     press(app, "tensor_parallel", 1)
-    assert "No answer here" in app.note.value and "weights" in app.note.value
+    assert "No answer here" in app.answer.value and "weights" in app.answer.value
     press(app, "tensor_parallel", 8)
-    assert "tok/s" in app.note.value
+    assert "tok/s" in app.answer.value
 
 
 def test_my_own_tpot_comes_out_again():
@@ -154,7 +154,7 @@ def test_a_pasted_log_is_the_server(monkeypatch):
     assert app.settings["model"] == "glm-5"
     app.controls["log"].value = "no log at all"
     settle(app)
-    assert "BadFile" in app.error.value or "No answer" in app.note.value
+    assert "BadFile" in app.error.value or "No answer" in app.answer.value
 
 
 def test_launch_lines_are_of_what_can_be_launched():
@@ -178,7 +178,7 @@ def test_the_map_and_the_curve_agree_with_the_answer(app):
         cells = app.plots.children[1].figure.data[0]
         column = module.CONCURRENCIES.index(R)
         told = cells.customdata[CONTEXTS.index(n)][column]
-        best = re.search(r"sk-big>([^:<]+)", app.said.value)[1]
+        best = re.search(r"sk-big>([^:<]+)", app.answer.value)[1]
         assert told.split(",")[0].split(" (")[0] == html.unescape(best).split(",")[0].split(" (")[0]
 
 
@@ -193,7 +193,7 @@ def test_what_is_measured_here_is_said(monkeypatch, tmp_path):
     app.measure_here().join(120)
     settle(app)
     assert not app.error.value
-    told = html.unescape(app.note.value)
+    told = html.unescape(app.answer.value)
     assert "Measured here" in told and "1 x 512" in told, "as much of the load as fits"
     assert [step.strategy.name for step in module.HERE] == list(module.MEASURED)
     assert f"{module.HERE[0].ms:,.1f} ms" in told
@@ -211,10 +211,10 @@ def test_measuring_here_can_be_cancelled_and_the_answer_stays(app, monkeypatch):
 
     monkeypatch.setattr(module, "HERE", [])
     monkeypatch.setattr(module, "measured_here", endless)
-    before, worker = app.said.value, app.measure_here()
+    before, worker = app.answer.value, app.measure_here()
     assert started.wait(10) and app.cancel.layout.display == "" and app.measure.disabled
     press(app, "concurrency", 8)
-    assert app.said.value != before, "the sliders answer meanwhile"
+    assert app.answer.value != before, "the sliders answer meanwhile"
     assert app.cancel.layout.display == ""
     app.cancel.click()
     worker.join(10)
@@ -236,11 +236,13 @@ def test_the_last_answer_is_grey_while_another_is_made(app, monkeypatch):
     monkeypatch.setattr(module, "ready", lambda *at: False)
     app.controls["card"].value = "h200"
     assert going.wait(10)
-    assert "sk-stale" in app.said._dom_classes and "sk-stale" in app.rows._dom_classes
+    assert all("shadowkv-stale" in part._dom_classes for part in (app.answer, app.plots))
     assert app.cancel.layout.display == ""
     done.set()
     settle(app)
-    assert "sk-stale" not in app.said._dom_classes and "H200" in app.settings["card"].upper()
+    assert (
+        "shadowkv-stale" not in app.answer._dom_classes and "H200" in app.settings["card"].upper()
+    )
 
 
 def test_tokens_of_a_step_that_are_accepted_multiply_what_a_step_gives(app):
@@ -259,7 +261,7 @@ def test_tokens_of_a_step_that_are_accepted_multiply_what_a_step_gives(app):
         assert table.tpot_ms["full cast"] == pytest.approx(1000 / rate, rel=1e-6)
         line = app.plots.children[0].figure.data[0]
         assert line.y[-1] == pytest.approx(rate, rel=0.015), "the curve's end is the answer"
-    assert "ms/step" in app.rows.value and "--speculative-num-draft-tokens 2" in app.note.value
+    assert "ms/step" in app.answer.value and "--speculative-num-draft-tokens 2" in app.answer.value
     rings = [t for t in app.plots.children[0].figure.data if t.name == "published or recorded"]
     assert not rings[0].x, "what was seen was seen without MTP"
     press(app, "model", "kimi-k2")
