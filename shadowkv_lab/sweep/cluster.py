@@ -1,5 +1,6 @@
 """Workers of dask.distributed: connected, compared with this process, given cells one by one."""
 
+import asyncio
 import itertools
 import logging
 import os
@@ -234,13 +235,15 @@ def each(
     try:
         more()
         for future in done:
-            outcome = _outcome(future)
+            outcome, key = _outcome(future), under_way.pop(future)
             if outcome.error == STRANGER:
                 _require_same(outcome.worker, outcome.value)
-            if outcome.broken:  # not before: its outcome would be lost, and the cell run again
-                client.run(_end, workers=[outcome.worker], wait=False, on_error="ignore")
-            yield under_way.pop(future), outcome
+            # Given back first: dask runs a cell again if its worker dies while its outcome is wanted.
+            future.release()
             del future
+            if outcome.broken:
+                client.run(_end, workers=[outcome.worker], wait=False, on_error="ignore")
+            yield key, outcome
             more()
     except (OSError, RuntimeError) as error:  # dask's own: the client is closed
         raise _lost(client, error) from None
@@ -288,6 +291,8 @@ def _run(work: Callable, cell: object, told: dict) -> Outcome:
 
 
 async def _end() -> None:
+    """End this worker, a little later: the release of its outcome takes another way."""
+    await asyncio.sleep(1)
     os._exit(1)
 
 

@@ -135,9 +135,13 @@ def test_a_bug_and_a_cell_that_kills_are_failures_and_the_others_go_on(client):
     client.run_on_scheduler(lambda dask_scheduler: setattr(dask_scheduler, "allowed_failures", 3))
 
 
-def test_a_worker_whose_gpu_is_broken_is_started_anew(client):
+def test_a_worker_whose_gpu_is_broken_is_started_anew(client, tmp_path):
+    """And its cell runs once, however long whoever takes the outcomes takes over one."""
+
     def work(cell):
         if cell == "broken":
+            with open(tmp_path / "ran", "a", encoding="utf-8") as file:
+                file.write("once\n")
             cluster.works = lambda: False  # as after an illegal access
             raise errors.CannotRun("cuda:0 failed")
         return os.getpid()
@@ -145,11 +149,15 @@ def test_a_worker_whose_gpu_is_broken_is_started_anew(client):
     client.wait_for_workers(2, timeout=60)
     before = set(client.run(os.getpid).values())
     cells = {"broken": "broken", **{i: i for i in range(8)}}
-    outcomes = dict(cluster.each(client, work, cells))
+    outcomes = {}
+    for cell, outcome in cluster.each(client, work, cells):
+        outcomes[cell] = outcome
+        time.sleep(4 if cell == "broken" else 0)
     assert outcomes.pop("broken").error == "CannotRun"
     assert not any(o.error for o in outcomes.values())
     client.wait_for_workers(2, timeout=60)
     assert len(before & set(client.run(os.getpid).values())) == 1
+    assert (tmp_path / "ran").read_text() == "once\n"
 
 
 def test_other_versions_are_named(client, tiny_grid, tmp_path, monkeypatch):
