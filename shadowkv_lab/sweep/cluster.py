@@ -238,7 +238,7 @@ def each(
             outcome, key = _outcome(future), under_way.pop(future)
             if outcome.error == STRANGER:
                 _require_same(outcome.worker, outcome.value)
-            # Given back first: dask runs a cell again if its worker dies while its outcome is wanted.
+            # Given back first: dask runs a cell again whose worker dies while its outcome is held.
             future.release()
             del future
             if outcome.broken:

@@ -223,7 +223,7 @@ def test_ratios_by_head_count_are_those_of_the_rows():
     rows, _ = kernels.recorded(kernel="fused_fp8")
     for reads in ("bf16", "native_fp8"):
         table = kernels.against(rows, reads)
-        assert list(table.columns) == [8, 16, 32, 64, 128] and table.index[0] == "1 x 1024"
+        assert list(table.columns) == [8, 16, 64, 128] and table.index[0] == "1 x 1024"
         for shape, heads in (("1 x 1024", 8), ("32 x 8192", 64)):
             ms = rows[(rows["shape"] == shape) & (rows.heads == heads)].set_index("kernel").ms
             expected = ms["fused_fp8"] / ms.filter(like=reads).min()
@@ -246,7 +246,7 @@ def test_the_decode_at_page_size_64_meets_its_bounds():
     text = " ".join((Path(__file__).resolve().parents[2] / "README.md").read_text().split())
     assert f"takes {worst[8].min():.2f} to {worst[8].max():.2f} of the better FlashMLA" in text
     slow = kernels.against(rows, "bf16").max()
-    assert f"at 64 heads per GPU up to {slow[64]:.1f} times as long" in text
+    assert f"at 64 heads per GPU up to {slow[64]:.2f} times as long" in text
     assert f"at 128 up to {slow[128]:.1f}" in text
     at = rows.query("kernel == 'fused_fp8' and heads == 128").set_index("shape").ms["32 x 8192"]
     flops = 2 * 78 * 32 * 8192 * 128 * (576 + 512)  # scores over 576 values, output over 512
