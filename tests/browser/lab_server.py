@@ -232,7 +232,11 @@ def served(root: Path, *options: str) -> Iterator[Lab]:
             yield Lab(port, token)
         finally:
             server.terminate()  # it shuts its kernels down first
-            server.wait(120)
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:  # a busy kernel may hold it up; they end with it
+                server.kill()
+                server.wait(60)
 
 
 def configuration(folder: Path) -> str:
