@@ -261,9 +261,12 @@ def scattered(slots: int, lens: list[int], page_size: int, device: torch.device)
     return make_batch(pages, lens, spares, page_size, device)
 
 
-def _time(pool: Pool, layer_fn: Callable[[int], object]) -> timing.Timing:
-    """All layers of `layer_fn` as one graph."""
-    replay = timing.capture(lambda: [layer_fn(i) for i in range(pool.layers)], pool.device)
+def time_layers(
+    pool: Pool, layer_fn: Callable[[int], object], layers: int | None = None
+) -> timing.Timing:
+    """All layers of `layer_fn` as one graph; `layers` where they are not as many as the pool's."""
+    each = range(pool.layers if layers is None else layers)
+    replay = timing.capture(lambda: [layer_fn(i) for i in each], pool.device)
     return timing.sample(replay, pool.device, budget_s=0.15)
 
 
@@ -281,7 +284,7 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
         yield [
             (
                 name,
-                _time(pool, lambda i, fn=fn, out=out, n=n: fn(pool.fp8[i][:n], out)),
+                time_layers(pool, lambda i, fn=fn, out=out, n=n: fn(pool.fp8[i][:n], out)),
                 layers * n * size,
                 None,
                 f"{n} slots",
@@ -291,7 +294,7 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
     for n in APPENDS:
         rows = torch.randn(n, model.row, device=device).bfloat16()
         slots = scattered(len(pool.fp8[0]), [n], 1, device).live_slots
-        ours = _time(
+        ours = time_layers(
             pool,
             lambda i, r=rows, s=slots: append.append(
                 r, s, pool.fp8[i], pool.bf16[i], pool.counters
@@ -307,14 +310,14 @@ def _movers(pool: Pool) -> Iterator[list[tuple]]:
         shape, moved = f"{n} new rows, FP8 and shadow", layers * n * 5 * model.row
         yield [
             ("append", ours, moved, None, shape),
-            ("torch ops", _time(pool, plain), moved, None, shape),
+            ("torch ops", time_layers(pool, plain), moved, None, shape),
         ]
     for n in (n for n in GATHERS if n <= pool.pool_tokens):
         slots = scattered(len(pool.fp8[0]), [n], 1, device).live_slots
         fp8 = torch.empty(n, model.row, dtype=reference.FP8, device=device)
         shape, moved = f"{n} live rows", layers * n * size
-        ours = _time(pool, lambda i, s=slots: widen.gather_cast(pool.fp8[i], s, scratch))
-        theirs = _time(
+        ours = time_layers(pool, lambda i, s=slots: widen.gather_cast(pool.fp8[i], s, scratch))
+        theirs = time_layers(
             pool,
             lambda i, s=slots, f=fp8, n=n: reference.gather_cast(
                 pool.fp8[i], s, scratch[:n], gathered=f
@@ -464,7 +467,7 @@ def time_attention(
         def attend(i: int) -> None:
             kernel.run(q_nope[i], q_pe[i], rows[i], out[i])
 
-    found = _time(pool, attend)
+    found = time_layers(pool, attend)
     layer = int(torch.randint(pool.layers, ()))
     stored = formats.unpack(rows[layer], rank, rope) if reads == "packed" else rows[layer]
     exact = reference.attend(

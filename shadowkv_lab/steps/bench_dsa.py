@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from shadowkv_lab import kernels
-from shadowkv_lab.errors import CannotRun, LabError
-from shadowkv_lab.kernels import index, reference
+from shadowkv_lab.errors import LabError
+from shadowkv_lab.kernels import index
 from shadowkv_lab.kernels.deepgemm import DeepGEMM
 from shadowkv_lab.kernels.flashmla import FlashMLASparse
 from shadowkv_lab.load import Batch
 from shadowkv_lab.model import Model
 from shadowkv_lab.pool import Pool
-from shadowkv_lab.sources import formats, synthetic
-from shadowkv_lab.steps import timing
+from shadowkv_lab.sources import synthetic
+from shadowkv_lab.steps import bench
 from shadowkv_lab.strategies.index import Index
 
 # The most telling first: a run that is stopped keeps what it has.
@@ -34,7 +34,6 @@ HEADS = (8, 64)
 PAGE = 64
 POOL = 524_288
 ROWS = 131_072  # slots of the pool that is attended over: chosen rows lie anywhere in it
-PACK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ def run(
     Ours first and then each peer that runs here. Raises `CannotRun` on a machine without a GPU,
     and for a model without an index.
     """
-    if device.type != "cuda":
-        raise CannotRun(f"Kernels cannot be timed on {device}", "an NVIDIA GPU")
+    bench.check(device)
     parts = {
         "scores and choice": lambda: _choices(model, device, pool_tokens),
         "attention over chosen rows": lambda: _reads(model, device, heads),
@@ -95,12 +93,6 @@ def _optional(name: str):
         warnings.warn(f"{name} failed: {error!r:.400}", stacklevel=2)
 
 
-def _time(layers: int, device: torch.device, layer_fn: Callable[[int], object]) -> timing.Timing:
-    """All layers of `layer_fn` as one graph."""
-    replay = timing.capture(lambda: [layer_fn(i) for i in range(layers)], device)
-    return timing.sample(replay, device, budget_s=0.1)
-
-
 def _choices(model: Model, device: torch.device, pool_tokens: int) -> Iterator[list[tuple]]:
     """Groups (ours, peer) of scores, and of the choice, which has no peer that installs alone."""
     layers = len(model.choosing)
@@ -122,7 +114,7 @@ def _choices(model: Model, device: torch.device, pool_tokens: int) -> Iterator[l
             own.scores(of.q[i], of.weights[i], pool.index[i], batch, of.scores)
 
         moved = layers * (model.row_bytes("index") + 4) * batch.live_tokens
-        found = _time(layers, device, ours)
+        found = bench.time_layers(pool, ours, layers)
         group = [("index_scores", shape, 0, found, moved, _off(of, of.scores, layers - 1))]
         with _optional("deep_gemm"):
             peer = peer or DeepGEMM(device)
@@ -132,17 +124,17 @@ def _choices(model: Model, device: torch.device, pool_tokens: int) -> Iterator[l
             def theirs(i: int, of=of, out=out, peer=peer) -> None:
                 out[i] = peer.scores(of.q[i], of.weights[i], pool.index[i])
 
-            found = _time(layers, device, theirs)
+            found = bench.time_layers(pool, theirs, layers)
             group.append((peer.name, shape, 0, found, moved, _off(of, out[-1], layers - 1)))
         yield group
         chosen = of.chosen.live_tokens
-        found = _time(layers, device, lambda i, of=of: of.choose())
+        found = bench.time_layers(pool, lambda i, of=of: of.choose(), layers)
         yield [("choose", shape, 0, found, 4 * layers * (batch.live_tokens + chosen), None)]
         keys = of.keys
-        found = _time(
-            layers,
-            device,
+        found = bench.time_layers(
+            pool,
             lambda i, keys=keys, to=batch.new_slots: own.write(pool.index[i], to, keys[i]),
+            layers,
         )
         yield [("index_write", shape, 0, found, layers * requests * model.row_bytes("index"), None)]
         pool.release(batch)
@@ -162,61 +154,22 @@ def _reads(model: Model, device: torch.device, heads: Sequence[int]) -> Iterator
     """Groups (ours, peers) of attention over `index_topk` rows of each request."""
     from shadowkv_lab.kernels.decode import FusedDecode
 
-    kept = [("fp8", "bf16")] * model.layers
-    append = kernels.mover("append", device)
-    pool = Pool(model, ROWS, kept, page_size=PAGE, device=device, append=append)
-    synthetic.fill(pool)
-    rank = model.kv_lora_rank
-    packed = [
-        torch.cat([formats.pack(part, rank) for part in rows.split(PACK_ROWS)])
-        for rows in pool.bf16
-    ]
-    peers = (
-        ("flashmla_sparse bf16", "bf16", pool.bf16, lambda: FlashMLASparse("bf16", device)),
-        ("flashmla_sparse packed", "packed", packed, lambda: FlashMLASparse("packed", device)),
-    )
+    pool = bench.make_pool(model, device, ROWS, ("fp8", "bf16"), page_size=PAGE)
     for count, requests in itertools.product(heads, READERS):
         batch = _chosen(pool, requests, model.index_topk)
 
-        def row(name, stored, rows, kernel, count=count, batch=batch) -> tuple:
-            found, error = _attend(kernel, model, count, batch, rows, stored)
+        def row(name, stored, kernel, count=count, batch=batch) -> tuple:
+            found, error, _ = bench.time_attention(pool, kernel, batch, count)
             moved = model.layers * batch.live_tokens * model.row_bytes(stored)
             load = f"{len(batch.lens)} x {model.index_topk} chosen"
             return name, load, count, found, moved, error
 
-        group = [row("fused_fp8", "fp8", pool.fp8, FusedDecode())]
-        for name, stored, rows, make in peers:
+        group = [row("fused_fp8", "fp8", FusedDecode())]
+        for stored in ("bf16", "packed"):
+            name = f"flashmla_sparse {stored}"
             with _optional(name):
-                group.append(row(name, stored, rows, make()))
+                group.append(row(name, stored, FlashMLASparse(stored, device)))
         yield group
-
-
-def _attend(
-    kernel, model: Model, heads: int, batch: Batch, rows: list[torch.Tensor], stored: str
-) -> tuple[timing.Timing, float]:
-    """Time of an attention kernel over all layers, and its worst error on the last of them."""
-    rank, rope, device = model.kv_lora_rank, model.qk_rope_head_dim, batch.pages.device
-    shape = model.layers, batch.concurrency, heads
-    q_nope = torch.randn(*shape, rank, dtype=torch.bfloat16, device=device)
-    q_pe = torch.randn(*shape, rope, dtype=torch.bfloat16, device=device)
-    out = [torch.full_like(q, float("nan")) for q in q_nope]
-    kernel.plan(batch, heads, model.softmax_scale, rank=rank, rope=rope)
-    if hasattr(kernel, "pack"):  # takes queries in a form of its own, returns its own output
-        q = [kernel.pack(*both) for both in zip(q_nope, q_pe, strict=True)]
-
-        def attend(i: int) -> None:
-            out[i] = kernel.run(q[i], rows[i])
-    else:
-
-        def attend(i: int) -> None:
-            kernel.run(q_nope[i], q_pe[i], rows[i], out[i])
-
-    found = _time(model.layers, device, attend)
-    read = formats.decode(rows[-1], stored, model)
-    last = q_nope[-1], q_pe[-1]
-    exact = reference.attend(*last, read, batch, model.softmax_scale, torch.float64)
-    error = (out[-1].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
-    return found, float(error.nan_to_num(nan=float("inf")).max())
 
 
 def _chosen(pool: Pool, requests: int, topk: int) -> Batch:

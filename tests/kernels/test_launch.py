@@ -160,12 +160,12 @@ def test_a_peer_that_fails_is_named_and_ends_nothing(tmp_path, monkeypatch, tiny
 def test_each_of_ours_is_measured_with_its_error(monkeypatch, tiny, queries):
     """FP8 rows, packed rows and queries in FP8, by the interpreter; peers say what they lack."""
 
-    def once(pool, layer):
-        for i in range(pool.layers):
+    def once(pool, layer, layers=None):
+        for i in range(layers or pool.layers):
             layer(i)
         return timing.Timing(1.0, 0.0, 5)
 
-    monkeypatch.setattr(kernels, "_time", once)
+    monkeypatch.setattr(kernels, "time_layers", once)
     torch.manual_seed(0)
     pool = kernels.make_pool(tiny, torch.device("cpu"), 256, ("fp8", "bf16"), page_size=64)
     (group,) = kernels._decode(pool, kernels.Cell(64, 8, "2 x 70", queries))
