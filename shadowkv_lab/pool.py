@@ -336,7 +336,7 @@ class Pool:
                 finish()
                 for fp8, bf16 in ((self.fp8[layer], self.bf16[layer]) for layer in layers):
                     if fp8 is not None and bf16 is not None:
-                        bf16[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
+                        bf16[slots] = reference.widened(fp8, slots)
                 for follower in self.followers.values():
                     for layer in layers:
                         follower.follow(layer, slots)

@@ -6,6 +6,7 @@ Each Triton kernel and each library kernel is tested against the functions here.
 import torch
 
 from shadowkv_lab.load import Batch
+from shadowkv_lab.model import SCALE_GROUP, groups
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # largest finite e4m3 value
@@ -23,6 +24,11 @@ def to_fp8(rows: torch.Tensor) -> torch.Tensor:
 def bits(rows: torch.Tensor) -> torch.Tensor:
     """FP8 rows as uint8, for the index operations that FP8 lacks; other rows as they are."""
     return rows.view(torch.uint8) if rows.dtype == FP8 else rows
+
+
+def widened(fp8: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """bf16(fp8[slots]): what a copy of FP8 rows [S, D] holds of `slots` [n]."""
+    return bits(fp8)[slots].view(FP8).to(torch.bfloat16)
 
 
 def append(
@@ -82,16 +88,21 @@ def gather_cast(
     out[: len(slots)].copy_(gathered)
 
 
-def gather_packed(packed: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """`out[i]` [L, 576] (BF16) = the row of 656 bytes (fp8_ds_mla) at `packed[slots[i]]`.
+def unpack(packed: torch.Tensor, rank: int, rope: int) -> torch.Tensor:
+    """The float32 rows [T, rank + rope] that packed bytes (fp8_ds_mla) stand for.
 
-    Such a row is 512 e4m3 values, four float32 scales of 128 of them each, and 64 BF16 values.
+    A row is `rank` e4m3 values, float32 scales of 128 of them each, and `rope` BF16 values.
     """
-    rows = packed[slots.long()]
-    scales = rows[:, 512:528].contiguous().view(torch.float32).repeat_interleave(128, 1)
-    latent = rows[:, :512].contiguous().view(FP8).float() * scales
-    rope = rows[:, 528:].contiguous().view(torch.bfloat16)
-    out[: len(slots)] = torch.cat([latent.bfloat16(), rope], 1)
+    ends = rank, rank + 4 * groups(rank)
+    latent = packed[:, : ends[0]].contiguous().view(FP8).float()
+    scales = packed[:, ends[0] : ends[1]].contiguous().view(torch.float32)
+    latent *= scales.repeat_interleave(SCALE_GROUP, 1)[:, :rank]
+    return torch.cat([latent, packed[:, ends[1] :].contiguous().view(torch.bfloat16).float()], 1)
+
+
+def gather_packed(packed: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i]` [L, 576] (BF16) = the row of 656 bytes (fp8_ds_mla) at `packed[slots[i]]`."""
+    out[: len(slots)] = unpack(packed[slots.long()], 512, 64)
 
 
 def refresh(
@@ -99,7 +110,7 @@ def refresh(
 ) -> None:
     """`out[slots[i]] = bf16(fp8[slots[i]])`, for the first `count` slots if given (syncs)."""
     slots = (slots if count is None else slots[: int(count)]).long()
-    out[slots] = bits(fp8)[slots].view(FP8).to(torch.bfloat16)
+    out[slots] = widened(fp8, slots)
 
 
 def attend(
@@ -131,6 +142,12 @@ def attend(
         p = torch.softmax(scores.flatten(0, 1), -1)
         out[b] = p @ rows[:, :rank]
     return out
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """The worst relative L2 error of outputs [..., rank], of all heads; of NaN it is inf."""
+    error = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return float(error.nan_to_num(nan=float("inf")).max())
 
 
 def in_fp8(q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

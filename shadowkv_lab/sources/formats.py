@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from shadowkv_lab.errors import OutOfRange
-from shadowkv_lab.kernels.reference import FP8, FP8_MAX, to_fp8
-from shadowkv_lab.model import SCALE_GROUP, Model, groups
+from shadowkv_lab.kernels.reference import FP8, FP8_MAX, to_fp8, unpack
+from shadowkv_lab.model import SCALE_GROUP, Model
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp8": FP8, "packed": torch.uint8}
 TINY = torch.finfo(torch.float32).tiny
@@ -60,15 +60,6 @@ def pack(rows: torch.Tensor, rank: int) -> torch.Tensor:
     rope = rows[:, rank:].bfloat16().contiguous()
     parts = stored.contiguous(), scales.contiguous(), rope
     return torch.cat([part.view(torch.uint8) for part in parts], 1)
-
-
-def unpack(packed: torch.Tensor, rank: int, rope: int) -> torch.Tensor:
-    """The float32 rows [T, rank + rope] that packed bytes stand for."""
-    ends = rank, rank + 4 * groups(rank)
-    latent = packed[:, : ends[0]].contiguous().view(FP8).float()
-    scales = packed[:, ends[0] : ends[1]].contiguous().view(torch.float32)
-    latent *= scales.repeat_interleave(SCALE_GROUP, 1)[:, :rank]
-    return torch.cat([latent, packed[:, ends[1] :].contiguous().view(torch.bfloat16).float()], 1)
 
 
 def decode(stored: torch.Tensor, storage: str, model: Model, scale: float = 1.0) -> torch.Tensor:

@@ -107,8 +107,7 @@ def output_error(step: DecodeStep, layer: int) -> float:
         stored, scale = fp8 if bf16 is None else bf16, pool.model.softmax_scale
         options = step.reading, scale, torch.float64, batch.queries
         exact = reference.attend(*queries, stored, *options)
-        error = (step.out[layer].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        return float(error.nan_to_num(nan=float("inf")).max())
+        return reference.relative_error(step.out[layer], exact)
 
     queries = step.q_nope[layer], step.q_pe[layer]
     rounds = step.at[layer].query == "fp8" and step.backend != "reference"

@@ -4,12 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shadowkv_lab import kernels
 from shadowkv_lab.errors import CannotRun, OutOfRange, WrongResult, whole
-from shadowkv_lab.kernels.reference import bits, to_fp8
 from shadowkv_lab.pool import Pool
-from shadowkv_lab.strategies.base import Moves, Strategy
-from shadowkv_lab.strategies.hot import by_rows
+from shadowkv_lab.strategies.base import Strategy
+from shadowkv_lab.strategies.hot import HotSet, by_rows, cast, copies_of, require_copies
 
 
 def hit_rate(rows: int, live: float, chosen: float, again: float = 0.0) -> float:
@@ -81,21 +79,14 @@ class ChosenRows:
     def copy(self, layer: int) -> None:
         """Cast what the layer's last choice lacked."""
         slots, rows = self.fresh[self.owner[layer]]
-        buffer, fp8 = self.buffers[layer], self.pool.fp8[layer]
         if not slots.is_cuda:  # a graph's shapes do not depend on the data
             slots, rows = slots[rows > 0], rows[rows > 0]
-        copies = torch.empty(len(slots), buffer.shape[1], dtype=buffer.dtype, device=buffer.device)
-        kernels.gather_cast(fp8, slots, copies)
-        buffer.index_copy_(0, rows, copies)
+        self.buffers[layer].index_copy_(0, rows, cast(self.pool, layer, slots))
 
     def follow(self, layer: int, slots: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """New rows [n, row] of a layer's slots, or whatever the pool holds there; no sync."""
-        if rows is None:
-            stored = bits(self.pool.fp8[layer])[slots].view(self.pool.fp8[layer].dtype)
-        else:
-            stored = to_fp8(rows)
         there = self.row_of[self.owner[layer]][slots]
-        self.buffers[layer].index_copy_(0, there, stored.to(torch.bfloat16))
+        self.buffers[layer].index_copy_(0, there, copies_of(self.pool, layer, slots, rows))
 
     def check(self) -> None:
         """Raise `WrongResult` unless each copy is bf16(fp8(row)) of the slot that it stands for."""
@@ -104,11 +95,7 @@ class ChosenRows:
             rows = self.row_of[self.owner[layer]][slots]
             if len(rows.unique()) < len(rows):
                 raise WrongResult(f"Layer {layer}: two slots share a chosen row")
-            stored = bits(self.pool.fp8[layer])[slots].view(self.pool.fp8[layer].dtype)
-            off = stored.to(torch.bfloat16).view(torch.int16) != buffer[rows].view(torch.int16)
-            if off.any():
-                slot = int(slots[off.any(1)][0])
-                raise WrongResult(f"Layer {layer}, slot {slot}: its chosen row is not bf16(fp8)")
+            require_copies(self.pool, layer, slots, buffer[rows], "chosen")
 
 
 @dataclass(frozen=True)
@@ -131,22 +118,14 @@ class ChosenSet(Strategy, option=True):
         whole(self.rows, "Rows of a chosen set:")
 
     @property
-    def live_rows(self):
-        return None
-
-    @property
     def cast_curve(self):
         return "gather_cast"
 
-    @property
-    def write_curve(self):  # as a hot set's: torch's ops follow a write
-        return "fp8+hot"
+    # As a hot set's: torch's ops follow a write, and attention reads BF16 rows.
+    write_curve, moves = HotSet.write_curve, HotSet.moves
 
     def buffers(self, model):
         return {"chosen": self.rows + 1}
-
-    def moves(self, model, P, L, R):
-        return Moves(0, model.row_bytes("bf16") * L, model.row_bytes("fp8+bf16") * R)
 
     def moves_of(self, setting):
         """Misses are expected ones, of choices of which nothing is known: see `hit_rate`."""

@@ -6,7 +6,7 @@ import torch
 
 from shadowkv_lab import kernels
 from shadowkv_lab.errors import DoesNotFit, OutOfRange, WrongResult, whole
-from shadowkv_lab.kernels.reference import bits, to_fp8
+from shadowkv_lab.kernels.reference import to_fp8, widened
 from shadowkv_lab.load import Batch
 from shadowkv_lab.pool import Pool
 from shadowkv_lab.strategies.base import Moves, Strategy
@@ -66,9 +66,7 @@ class HotRows:
             self.row_of[left.to(device)] = 0
             there, source = rows.to(device), new.to(device)
             for layer, buffer in self.buffers.items():
-                copies = torch.empty(len(new), buffer.shape[1], dtype=buffer.dtype, device=device)
-                kernels.gather_cast(self.pool.fp8[layer], source, copies)
-                buffer[there] = copies
+                buffer[there] = cast(self.pool, layer, source)
             self.slot_of[rows], self.asked[rows] = new, self.turn
             self.row_of[source] = there
         return self.row_of[slots.long()]
@@ -80,11 +78,8 @@ class HotRows:
         """
         if layer not in self.buffers:
             return
-        if rows is None:
-            stored = bits(self.pool.fp8[layer])[slots].view(self.pool.fp8[layer].dtype)
-        else:
-            stored = to_fp8(rows)
-        self.buffers[layer].index_copy_(0, self.row_of[slots], stored.to(torch.bfloat16))
+        copies = copies_of(self.pool, layer, slots, rows)
+        self.buffers[layer].index_copy_(0, self.row_of[slots], copies)
 
     def check(self) -> None:
         """Raise `WrongResult` unless each copy is bf16(fp8(row)) of the slot that it stands for."""
@@ -94,14 +89,34 @@ class HotRows:
         if not torch.equal(self.row_of[slots], rows) or int((self.row_of > 0).sum()) != len(rows):
             raise WrongResult("The hot set's two tables disagree")
         for layer, buffer in self.buffers.items():
-            stored = bits(self.pool.fp8[layer])[slots].view(self.pool.fp8[layer].dtype)
-            off = stored.to(torch.bfloat16).view(torch.int16) != buffer[rows].view(torch.int16)
-            if off.any():
-                slot = int(slots[off.any(1)][0])
-                raise WrongResult(
-                    f"Layer {layer}, slot {slot}: its hot row is not bf16(fp8)",
-                    remedy="Something wrote the FP8 buffer past write, move and load",
-                )
+            require_copies(self.pool, layer, slots, buffer[rows], "hot")
+
+
+def cast(pool: Pool, layer: int, slots: torch.Tensor) -> torch.Tensor:
+    """Copies [n, row] (BF16) of a layer's rows, by the kernel that gathers and casts."""
+    copies = torch.empty(len(slots), pool.model.row, dtype=torch.bfloat16, device=pool.device)
+    kernels.gather_cast(pool.fp8[layer], slots, copies)
+    return copies
+
+
+def copies_of(
+    pool: Pool, layer: int, slots: torch.Tensor, rows: torch.Tensor | None
+) -> torch.Tensor:
+    """What a copy of new `rows` [n, row] holds, or of whatever the pool holds there; no sync."""
+    return widened(pool.fp8[layer], slots) if rows is None else to_fp8(rows).to(torch.bfloat16)
+
+
+def require_copies(
+    pool: Pool, layer: int, slots: torch.Tensor, copies: torch.Tensor, kind: str
+) -> None:
+    """Raise `WrongResult` unless each copy is bf16(fp8(row)) of its slot."""
+    off = widened(pool.fp8[layer], slots).view(torch.int16) != copies.view(torch.int16)
+    if off.any():
+        slot = int(slots[off.any(1)][0])
+        raise WrongResult(
+            f"Layer {layer}, slot {slot}: its {kind} row is not bf16(fp8)",
+            remedy="Something wrote the FP8 buffer past write, move and load",
+        )
 
 
 def by_rows(batch: Batch) -> Batch:
