@@ -37,9 +37,7 @@ from shadowkv_lab.ui import (  # noqa: E402
 
 KEY_MS, SLOWEST_MS, FIRST_S, IMPORT_S, NOTEBOOK_S = 120, 200, 10, 0.5, 60
 PRESSES = 5
-POLL_MS = (
-    100  # at every frame of the page, Playwright's own default, the question itself costs 20 ms
-)
+POLL_MS = 100  # at each frame, Playwright's own default, asking costs 20 ms
 APPLICATIONS = {
     "main screen": screen.screen_view,
     "recorded runs": decode.step_view,

@@ -225,6 +225,7 @@ def bench_dsa(
     from shadowkv_lab import machine
     from shadowkv_lab.files import append_line, ready
     from shadowkv_lab.model import load_model
+    from shadowkv_lab.steps import bench as kernels
     from shadowkv_lab.steps import bench_dsa
     from shadowkv_lab.steps import measure as decode
     from shadowkv_lab.steps.step import origin as origin_of
@@ -232,12 +233,13 @@ def bench_dsa(
     where = machine.as_device(device)
     if record:
         ready(record)
+    kernels.check(where)
     rows = []
     with progress(quiet=as_json) as report:
+        origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where))) if record else {}
         for row in bench_dsa.run(load_model(model), where, progress=report):
             rows.append(dataclasses.asdict(row))
             if record:
-                origin = dataclasses.asdict(origin_of(where, *decode.bandwidth(where)))
                 append_line(record, {"schema": 1, "row": rows[-1], "origin": origin})
     if as_json:
         typer.echo(json.dumps(rows, indent=1))

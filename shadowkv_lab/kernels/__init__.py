@@ -108,6 +108,14 @@ def require(module: str, device: torch.device) -> None:
         )
 
 
+def library(module: str, called: str, remedy: str):
+    """A library's module; raises `CannotRun` with the remedy where it is missing or broken."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise CannotRun(f"{called} cannot be imported ({error})", remedy=remedy) from None
+
+
 def _triton(module: str, device: torch.device):
     require(module, device)
     return importlib.import_module(f"shadowkv_lab.kernels.{module}")

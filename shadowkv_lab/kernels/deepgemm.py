@@ -1,9 +1,8 @@
 """DeepGEMM's index scores, a peer: what SGLang scores a DSA index with on Hopper and Blackwell."""
 
-import importlib
-
 import torch
 
+from shadowkv_lab import kernels
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.kernels.index import PAGE
 from shadowkv_lab.load import Batch
@@ -21,12 +20,7 @@ class DeepGEMM:
     def __init__(self, device: torch.device):
         if device.type != "cuda":
             raise CannotRun(f"DeepGEMM on {device}", "an NVIDIA GPU")
-        try:
-            self.library = importlib.import_module("deep_gemm")
-        except (ImportError, OSError, RuntimeError) as error:
-            raise CannotRun(
-                f"DeepGEMM cannot be imported ({error})", remedy="pip install sgl-deep-gemm"
-            ) from None
+        self.library = kernels.library("deep_gemm", "DeepGEMM", "pip install sgl-deep-gemm")
         found = getattr(self.library, "fp8_paged_mqa_logits", None)
         self.logits = found or self.library.fp8_fp4_paged_mqa_logits  # since 0.2
 

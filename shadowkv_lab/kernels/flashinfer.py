@@ -1,10 +1,10 @@
 """FlashInfer's MLA decode: BF16 rows on any GPU it supports, its own FP8 rows on SM90."""
 
-import importlib
 import os
 
 import torch
 
+from shadowkv_lab import kernels
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.load import Batch
 
@@ -14,10 +14,7 @@ REMEDY = "pip install 'shadowkv-lab[gpu]', or ask for the slow reference with --
 
 def library():
     """The flashinfer module; raises `CannotRun` naming what is missing."""
-    try:
-        return importlib.import_module("flashinfer")
-    except ImportError as error:
-        raise CannotRun(f"flashinfer cannot be imported ({error})", remedy=REMEDY) from None
+    return kernels.library("flashinfer", "flashinfer", REMEDY)
 
 
 class FlashInferAttention:

@@ -3,10 +3,9 @@
 Upstream dropped these in its 2026.09.30 release; SGLang's fork, `sgl-flash-mla`, has them.
 """
 
-import importlib
-
 import torch
 
+from shadowkv_lab import kernels
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.kernels.reference import to_fp8
 from shadowkv_lab.load import Batch
@@ -20,12 +19,7 @@ def library(device: torch.device):
     """The flash_mla module; raises `CannotRun` off Hopper, and where it is missing."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         raise CannotRun(f"FlashMLA's kernels for Hopper on {device}", "a Hopper GPU")
-    try:
-        return importlib.import_module("flash_mla")
-    except (ImportError, OSError, RuntimeError) as error:
-        raise CannotRun(
-            f"FlashMLA cannot be imported ({error})", remedy="pip install sgl-flash-mla"
-        ) from None
+    return kernels.library("flash_mla", "FlashMLA", "pip install sgl-flash-mla")
 
 
 class FlashMLA:

@@ -4,10 +4,9 @@ As SGLang's Triton backend calls it on an NVIDIA GPU (0.5.23): the number of spl
 its scheduler chooses, up to the next power of two of the multiprocessors.
 """
 
-import importlib
-
 import torch
 
+from shadowkv_lab import kernels
 from shadowkv_lab.errors import CannotRun
 from shadowkv_lab.kernels.launch import multiprocessors
 from shadowkv_lab.load import Batch
@@ -26,14 +25,9 @@ class SGLangTriton:
     def __init__(self, reads: str, device: torch.device):
         if device.type != "cuda":
             raise CannotRun(f"SGLang's Triton decode on {device}", "an NVIDIA GPU")
-        try:
-            self.forward = importlib.import_module(f"{HOME}.decode_attention").decode_attention_fwd
-            self.split = importlib.import_module(f"{HOME}.metadata").get_num_kv_splits_triton
-        except ImportError as error:
-            raise CannotRun(
-                f"SGLang's Triton decode cannot be imported ({error})",
-                remedy="pip install 'sglang>=0.5.23'",
-            ) from None
+        told = "SGLang's Triton decode", "pip install 'sglang>=0.5.23'"
+        self.forward = kernels.library(f"{HOME}.decode_attention", *told).decode_attention_fwd
+        self.split = kernels.library(f"{HOME}.metadata", *told).get_num_kv_splits_triton
         self.reads, self.device = reads, device
         self.name = f"sglang_triton_{'bf16' if reads == 'bf16' else 'fp8'}"
 

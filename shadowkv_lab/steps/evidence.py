@@ -47,7 +47,7 @@ class Key(NamedTuple):
     heads: int
     page_size: int = 0  # 0: as the kernel has it
     gathered: bool = False  # its rows lie one behind the other, not where the slots happen to
-    chosen: bool = False  # an index chose its rows, in a step that has the index' launches too
+    chosen: bool = False  # an index chose its rows, in a step that has the index's launches too
 
 
 class Point(NamedTuple):
@@ -183,7 +183,7 @@ def _lines(cells: dict) -> dict:
 def base_of(key: Key, bytes_per_size: float) -> Callable[[float, float], float]:
     """`launch + passes x bytes / (reach x bandwidth)` of a key's card, in ms of one layer.
 
-    Of an index' growth: `choice + tokens of a request + bytes`.
+    Of an index's growth: `choice + tokens of a request + bytes`.
     """
     gb_per_s = bandwidth(key.card) * REACH
     passes = passes_of(key)

@@ -168,15 +168,17 @@ class Fit:
         return Answer(max(found.ms, floor), nearest.kernel, basis, kind(", ".join(words)))
 
     def choice(
-        self, phase: str, card: str, requests: float, context: float, topk: int
+        self, phase: str, kernel: str, card: str, requests: float, context: float
     ) -> Answer | None:
-        """One layer's scores ("index") or choice ("top_k") where they were recorded on a card."""
-        name = evidence.choosing(phase, context, topk)
-        here = [k for k in self.of(phase, "", card) if k.kernel == name]
+        """One layer's scores ("index") or choice ("top_k") where they were recorded on a card.
+
+        `kernel` is `evidence.choosing`'s name for it.
+        """
+        here = [k for k in self.of(phase, "", card) if k.kernel == kernel]
         if not here:
             return None
         table = self.tables[here[0]]
-        found, kernel = table(requests, context), here[0].kernel
+        found = table(requests, context)
         if found.place == "inside":
             return Answer(found.ms, kernel, f"recorded {phase}", calibrated(_where(table)))
         how = f"{_where(table)}, beyond its contexts or requests, at the pace of its last ones"

@@ -186,8 +186,7 @@ def predicted(p: Point, fitted: Fit) -> Answer:
     if key.phase == "index growth":
         return fitted.index(key.card, p.requests, p.size, p.bytes)
     if key.phase in evidence.CHOICE:
-        few = p.size if key.kernel.endswith("of all") else 0  # which of the two tables
-        found = fitted.choice(key.phase, key.card, p.requests, p.size, few)
+        found = fitted.choice(key.phase, key.kernel, key.card, p.requests, p.size)
         if found is None:
             raise NoAnswer(f"No recorded {key.phase} on {key.card}")
         return found

@@ -57,7 +57,7 @@ class Bench:
     cancelled: Callable[[], bool] = lambda: False
 
     def load(self, concurrency: int, context: int) -> Load:
-        """The load of so many requests."""
+        """`concurrency` requests of `context` live tokens, read and written as the bench says."""
         return Load(concurrency, context, self.tokens_per_step, self.reads)
 
     def _stop_if_cancelled(self) -> None:
@@ -336,12 +336,12 @@ def _times(
         return timing.capture(lambda: step.run(*names), bench.device)
 
     parts = {name: sample(graph(name)).median_ms for name in step.phases[:-2]} | {"cast": 0.0}
-    if step.chooser and any(type(s).cast is not Strategy.cast for s in step.at):
-        parts["cast"] = sample(graph("cast")).median_ms  # also that which needs no scratch
+    # With an index a strategy may cast without scratch: into copies that it keeps.
+    if step.scratch or (step.chooser and any(type(s).cast is not Strategy.cast for s in step.at)):
+        parts["cast"] = sample(graph("cast")).median_ms
     if step.scratch:
         # Attention reads scratch that the cast has just written, so it is timed behind the cast
         # and the cast taken off: alone, every layer would find the last one's rows in L2.
-        parts["cast"] = parts["cast"] or sample(graph("cast")).median_ms
         parts["attend"] = max(0.0, sample(graph("cast", "attend")).median_ms - parts["cast"])
     else:
         parts["attend"] = sample(graph("attend")).median_ms

@@ -14,7 +14,14 @@ from shadowkv_lab.model import Model, load_model
 from shadowkv_lab.pool import check_load
 from shadowkv_lab.provenance import assumed, calibrated
 from shadowkv_lab.rules import can_run
-from shadowkv_lab.steps.evidence import INDEX_FROM, LAUNCH_MS, REACH, WITH_WRITE, bandwidth
+from shadowkv_lab.steps.evidence import (
+    INDEX_FROM,
+    LAUNCH_MS,
+    REACH,
+    WITH_WRITE,
+    bandwidth,
+    choosing,
+)
 from shadowkv_lab.steps.fit import Answer, Fit, fit
 from shadowkv_lab.steps.step import PHASES, Phase, Step
 from shadowkv_lab.strategies import STRATEGIES, Strategy, parse
@@ -207,7 +214,10 @@ def _index(
     topk = setting.model.index_topk
     like = (setting.model.index_heads, topk) == PUBLISHED_INDEX
     sizes = dict(index=index_bytes, top_k=top_k_bytes)
-    own = {p: fitted.choice(p, name, load.concurrency, load.context, topk) for p in sizes}
+    own = {
+        p: fitted.choice(p, choosing(p, load.context, topk), name, load.concurrency, load.context)
+        for p in sizes
+    }
     if all(own.values()):
         found = [_phase_of(p, own[p], layers, size, fitted) for p, size in sizes.items()]
         how = assumed("recorded of GLM-5's 32 index heads and top-k 2,048")

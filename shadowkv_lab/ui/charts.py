@@ -305,10 +305,8 @@ def totals(
         }
         for name, end, text in zip(names, ends, texts, strict=True)
     ]
-    above, last = (
-        {"y": 1, "yref": "paper", "yanchor": "bottom"},
-        max([at for at, _ in across] or [0]),
-    )
+    above = {"y": 1, "yref": "paper", "yanchor": "bottom"}
+    last = max((at for at, _ in across), default=0)
     for at, text in across:  # of several the last to the right of its line, others to the left
         side = {"xanchor": "left" if at == last else "right"} if len(across) > 1 else {}
         notes.append({"x": at, "text": text, **above, **side})

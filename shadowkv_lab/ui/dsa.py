@@ -96,10 +96,6 @@ def crossovers(
     fitted: Fit | None = None,
 ) -> pd.DataFrame:
     """`worth_from` of every combination, in tokens; NaN where DSA is never ahead."""
-
-    def start(strategy: str, **where) -> int | None:
-        return worth_from(strategy, **where, fitted=fitted)
-
     return pd.DataFrame(
         dict(
             model=model,
@@ -107,7 +103,9 @@ def crossovers(
             heads=count,
             requests=R,
             **{
-                parse(s).title: start(s, model=model, card=card, heads=count, concurrency=R)
+                parse(s).title: worth_from(
+                    s, model=model, card=card, heads=count, concurrency=R, fitted=fitted
+                )
                 for s in strategies
             },
         )

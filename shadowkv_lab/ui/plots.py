@@ -295,8 +295,8 @@ def _for_a_phone(spec: dict) -> None:
         layout["margin"] = layout.get("margin", {}) | {"l": 70}
     for note in layout.get("annotations", ()):
         if note.get("ax"):  # at the end of a leader
-            note |= {"text": note["text"].replace(", ", "<br>", 1), "font": {"size": 9}}
-            note |= {"ax": 0.7 * note["ax"], "align": "left"}
+            text, ax = note["text"].replace(", ", "<br>", 1), 0.7 * note["ax"]
+            note |= {"text": text, "font": {"size": 9}, "ax": ax, "align": "left"}
     for trace in spec["data"]:
         if len(trace.get("name") or "") > 44:
             trace["name"] = "<br>".join(textwrap.wrap(trace["name"], 44))

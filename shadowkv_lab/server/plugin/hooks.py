@@ -153,7 +153,7 @@ def write(original, pool, layer, loc_info, nope, rope, layer_id_override=None):
     number = layer.layer_id if layer_id_override is None else layer_id_override
     slots = getattr(loc_info, "loc", loc_info)
     if reader and nope.dtype == rope.dtype == torch.bfloat16:
-        reader.write(number, slots.reshape(-1).contiguous(), nope.flatten(1), rope.flatten(1))
+        reader.write(number, slots, nope.flatten(1), rope.flatten(1))
         return
     original(pool, layer, loc_info, nope, rope, layer_id_override)
     if reader:  # rows that came in FP8

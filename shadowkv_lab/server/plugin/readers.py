@@ -62,7 +62,7 @@ class Reader:
         """
         mover("append", slots.device)(
             nope,
-            slots,
+            slots.reshape(-1).contiguous(),
             self.stored(layer),
             self.copies.get(layer),
             self.counters,
